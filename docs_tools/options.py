@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from pathlib import Path
 
 from docs_tools.listing import SETTINGS, Setting, tables
-from holdfast.cli import COMMANDS
+from holdfast.cli import COMMANDS, run
 
 FORMS = {"evaluate": ["--compare"]}
 """Command -> flags that make another command line of it, with a parser of its own."""
@@ -45,13 +44,11 @@ def parser_of(command: str, *words: str) -> argparse.ArgumentParser:
     Raises:
         TypeError: it prints no help by argparse.
     """
-    module, _, function = COMMANDS[command][1].partition(":")
-    action = getattr(importlib.import_module(f"holdfast.{module}"), function)
     asked: list[argparse.ArgumentParser] = []
     before = argparse.ArgumentParser.print_help
     argparse.ArgumentParser.print_help = lambda self, file=None: asked.append(self)
     try:
-        action(["--help", *words])
+        run(command, ["--help", *words])
     except SystemExit:
         pass
     finally:

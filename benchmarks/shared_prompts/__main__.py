@@ -144,7 +144,8 @@ def _trl(model: Path, rollouts: list[Rollout], folder: Path, device: str) -> Con
         learning_rate=LEARNING_RATE, beta=0.0, loss_type="grpo", num_generations=size,
         per_device_train_batch_size=len(rollouts), dataloader_pin_memory=False,
     )  # fmt: skip
-    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    nn.Module.to(trained, device)
     trainer = GRPOTrainer(
         model=trained,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),

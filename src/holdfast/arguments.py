@@ -14,11 +14,7 @@ class Parser(argparse.ArgumentParser):
     """Raises errors instead of exiting, so that they look like all others of the project."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Say what is wrong. Raise ConfigError always."""
         raise ConfigError(f"{message}. {self.prog} --help shows what is allowed.")
 
 
@@ -50,8 +46,7 @@ class Subcommands:
         Returns:
             `command` (name of the subcommand), what is shared, and what the subcommand takes.
 
-        Raises:
-            ConfigError: an unknown subcommand or flag, with the nearest spelling, or a value that cannot be used.
+        Raise ConfigError for an unknown subcommand or flag (with the nearest spelling) or a bad value.
         """
         program, commands = self._parser.prog, self._commands
         first = argv[0] if argv else "--help"
@@ -64,6 +59,20 @@ class Subcommands:
             self._parser.parse_args([first])
         _check_words(program, first, argv[1:], commands)
         return self._parser.parse_args(argv)
+
+
+def natural(text: str) -> int:
+    """Parse a number from 0 on."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Parse a number from 1 on."""
+    if not (number := natural(text)):
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
+    return number
 
 
 def add_json(parser: Parser) -> None:

@@ -9,14 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.process.run_module import put_users_last
-from holdfast.process.streams import (
-    OutputFailed,
-    drop_output,
-    mark_output,
-    open_closed_streams,
-    raise_swallowed_failure,
-)
+from holdfast.process.run_module import end_output, open_closed_streams, put_users_last
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 # Name -> what it does; the module and the function that do it; the class in `holdfast.config` that its
-# command line is read into. Without a class, the function gets the words as they are. It returns the exit code.
+# command line is read into. Without a class, the function gets the words. It returns the exit code.
 # A line here is a command of `holdfast`; a line in [project.scripts] of pyproject.toml, one by its bare name as well.
 COMMANDS = {
     "sft": ("Supervised fine-tuning.", "launcher.launch:launch_training", "SftConfig"),
@@ -48,10 +41,10 @@ COMMANDS = {
     ),
     "evaluate": (
         "How good a policy is on held-out tasks; `--compare A B`: two side by side.",
-        "commands.evaluate:main",
-        None,
+        "commands.evaluate:launch",
+        "EvaluateConfig",
     ),
-    "ckpt": ("Checkpoints: list, verify, show, export, promote, thin out.", "commands.ckpt:main", None),
+    "ckpt": ("Checkpoints: list, verify, show, export.", "commands.ckpt:main", None),
     "environments": (
         "Environments: list, begin one, check one.",
         "commands.environments:main",
@@ -78,11 +71,8 @@ def __getattr__(name: str) -> Callable[[], NoReturn]:
 
 
 def dispatch(argv: list[str]) -> int:
-    """Run the command that the first word names, or list the commands; return the exit code.
-
-    Raises:
-        ConfigError: there is no such command; with the nearest spelling.
-    """
+    """Run the command that the first word names, or list the commands; return the exit code. Raise ConfigError, with
+    the nearest spelling, if there is no such command."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print(_help())
@@ -100,14 +90,13 @@ def dispatch(argv: list[str]) -> int:
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Run one command; return its exit code.
-
-    Raises:
-        HoldfastError: a mistake on the command line, or what stopped the command.
-    """
+    """Run one command; return its exit code. Raise HoldfastError for a mistake on the command line, or what stopped the
+    command."""
     from importlib import import_module
 
     summary, function, configuration = COMMANDS[name]
+    if name == "evaluate" and any(word.partition("=")[0] == "--compare" for word in argv):
+        function, configuration = "commands.evaluate:compare", None
     module, _, attribute = function.partition(":")
     if configuration is None:
         return getattr(import_module(f"holdfast.{module}"), attribute)(argv)
@@ -124,8 +113,8 @@ def run(name: str, argv: list[str]) -> int:
     if not parsed.dry_run:
         from holdfast.process.child import make_output_lossy
 
-        make_output_lossy()  # a run goes on, whatever becomes of what it prints
-    # After the command line: what it imports takes a second, and a mistake is told without that.
+        make_output_lossy()  # a run continues if its output cannot be written
+    # After parsing: this import takes a second, and a mistake on the command line needs none of it.
     action: Callable[[Any], int] = getattr(import_module(f"holdfast.{module}"), attribute)
     if getattr(parsed, "log_format", "text") == "text":
         return action(parsed)
@@ -151,28 +140,26 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     """Exit with the code that `run` returns, or that of its error."""
     put_users_last()
     open_closed_streams()
-    mark_output()
+    import io
     import signal
 
-    from holdfast.errors import STORAGE_FAILED, HoldfastError
+    from holdfast.errors import HoldfastError
     from holdfast.process.child import make_output_lossy
 
-    make_output_lossy("stderr")  # an error that nobody can read has the exit code that it has
+    make_output_lossy("stderr")  # an unreadable error keeps its exit code
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:
         try:
             code = run()
         except SystemExit as end:  # `--help`
             code = end.code
-            raise_swallowed_failure()
         sys.stdout.flush()
     except HoldfastError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except BrokenPipeError:  # `... | head`: whoever read has had enough
         code = 128 + signal.SIGPIPE
-    except OutputFailed as error:
-        print(f"error: what it prints cannot be written: {error.strerror}", file=sys.stderr)
-        code = STORAGE_FAILED
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         print(
@@ -183,13 +170,5 @@ def _exit(run: Callable[[], int]) -> NoReturn:
         code = 2
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    _end_output()
+    end_output()
     sys.exit(code)
-
-
-def _end_output() -> None:
-    """Write what was printed; where that fails, Python would say so again at its end, by an exit code of its own."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        drop_output()

@@ -21,21 +21,18 @@
     ├── TrainingError           the numbers went wrong (NaN loss)                  exit 3
     ├── RankLost                another rank of the trainer ended                  exit 1
     ├── NodeLost                another node did not come, or come back, in time   exit 3
-    ├── TrackerFailed           a tracker, or the way to it, failed                exit 3 of `track`; a run goes on
+    ├── TrackerFailed           a tracker, or the way to it, failed                exit 3 of `track`; a run continues
     ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
     ├── SaveError               a checkpoint could not be written                  exit 3
     │   └── GraceOver           not within the time that a stop leaves             exit 3
     └── ProcessDied             a child process ended before its time              exit 1, or the 2, 3 or 5 of the child
 
-The inference server has two more codes, after which `rl` restarts it: 70 if a swap of weights broke off, 75 if its
-engine died. A run that a signal stops exits with 128 + signal. If checkpoints are on and the save of that stop fails,
-the run exits with `NOT_SAVED`.
-
-    2                       fix the input. Nothing was trained. Nothing was started either, unless the fault lies in
-                            the data or on a hub, which only the trainer reads
+    2                       fix the input; nothing was trained
     3                       the run was going
+    4 (`NOT_SAVED`)         a signal stopped the run, and its save failed
     5 (`STORAGE_FAILED`)    whatever the class: the run was going and could not write or read its files
     6 (`STUCK`)             a process made no progress; `rl` starts it again
+    70, 75                  of the inference server: a swap of weights broke off, its engine died; `rl` restarts it
 
 Every message says what failed, the value received, what is allowed and what to do. Text of others (servers,
 environments) loses its control characters and its excess length before it goes into a log.
@@ -92,7 +89,7 @@ STUCK = 6
 MOST_KILLED = 20
 """Times in a row that the processes which play for an environment may be killed from outside."""
 GO_ON_OR_BEGIN_AGAIN = "continue with --ckpt.resume-step latest, or start again with --clean if there is no checkpoint"
-"""What a run is advised whose process does not know what was saved."""
+"""Advice of a process that does not know what was saved."""
 _STORAGE_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
     *(errno.ESTALE, errno.EREMOTEIO),  # of network filesystems
@@ -144,7 +141,7 @@ class ProcessKilled(HoldfastError):
 
 
 class StorageError(CheckpointError):
-    """An object store did not do what it was asked to: unreachable, refused, full.
+    """An object store failed: unreachable, refused, full.
 
     Attributes:
         may_pass: whether the same call may succeed later, when nobody has changed anything here.
@@ -154,7 +151,7 @@ class StorageError(CheckpointError):
 
 
 class ReadError(HoldfastError):
-    """A file exists and could not be read. That does not mean that it is damaged."""
+    """A file exists and could not be read; it may be whole."""
 
     exit_code = 2
 
@@ -173,11 +170,11 @@ class InferenceError(HoldfastError):
 
 
 class TrainingError(HoldfastError):
-    """Training cannot go on: the numbers went wrong."""
+    """Training cannot continue: the numbers went wrong."""
 
 
 class WaitedInVain(InferenceError):
-    """Another process of the run did not do its part in time, though nobody was healing it."""
+    """Another process of the run made nothing in time, and was not being restarted."""
 
     exit_code = STUCK
 
@@ -193,7 +190,7 @@ class RankLost(HoldfastError):
 
 
 class NodeLost(HoldfastError):
-    """Another node of the run did not come, or come back, in time."""
+    """Another node of the run did not join, or join again, in time."""
 
 
 class Stopped(HoldfastError):
@@ -205,10 +202,8 @@ class ProcessDied(HoldfastError):
 
 
 def is_storage_failure(error: BaseException | None) -> bool:
-    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is.
-
-    What a network did to a server or an environment is no failure of the storage.
-    """
+    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is. A network
+    that failed a server or an environment is not a failure of the storage."""
     numbers = _STORAGE_ERRNOS | _SHARED_ERRNOS
     for one in causes(error):
         if isinstance(one, InferenceError | EnvironmentFailure) or _library_of(one) in _NETWORK_LIBRARIES:
@@ -224,7 +219,7 @@ def is_storage_failure(error: BaseException | None) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Give an error, its cause, the cause of that, and so on; `raise error from error` makes one its own."""
+    """Yield an error and its chain of causes; tolerates loops (`raise error from error`)."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -9,9 +9,10 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.protocol.rollouts import Batch
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
-from tests.faults.faulty_calls import installing
+from tests.faults.faulty_calls import Call, installing, read_trail
 from tests.forking.commands import RUN_TIMEOUT_S, shared_commands
 from tests.runs.processes import HANG_S
+from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config
 
 _PATIENT = {"ready_timeout_s": HANG_S, "timeout_s": HANG_S}
 
@@ -23,6 +24,15 @@ def run_orchestrator(config: OrchestratorConfig, **fault: Any) -> int:
     output, trail = config.output_dir, config.output_dir.with_suffix(".trail")
     trail.unlink(missing_ok=True)
     return _run(config, fault=installing(output, trail, **fault))
+
+
+def run_undisturbed(folder: Path, engine: FakeEngine, steps: int) -> tuple[list[tuple[Batch, bytes]], list[Call]]:
+    """Run one in `folder` from the start to the end; return its journal and its calls."""
+    run_dir = RunDir(folder)
+    run_dir.path.mkdir()
+    with FakeTrainer(run_dir, start=0, max_steps=steps):
+        assert run_orchestrator(make_config(run_dir.path, engine, max_steps=steps)) == 0
+    return journaled(run_dir, steps), read_trail(run_dir.path.with_suffix(".trail"))
 
 
 def record_orchestrator(config: OrchestratorConfig, recording: Path) -> int:

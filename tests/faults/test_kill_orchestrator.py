@@ -11,8 +11,8 @@ import pytest
 from holdfast.orchestrator.generation_log import decode_answer
 from holdfast.run.record_log import read_records
 from holdfast.run.run_dir import RunDir
-from tests.faults.faulty_calls import Call, Instant, read_trail
-from tests.faults.orchestrators import journaled, run_orchestrator
+from tests.faults.faulty_calls import Call, Instant
+from tests.faults.orchestrators import journaled, run_orchestrator, run_undisturbed
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
 pytestmark = [pytest.mark.launch, pytest.mark.clock]
@@ -52,12 +52,7 @@ def _logged_seeds(run_dir: RunDir) -> set[int]:
 def test_whatever_call_it_dies_at_the_journal_comes_out_the_same(tmp_path: Path) -> None:
     engine = FakeEngine()
     with serving(engine):
-        straight = RunDir(tmp_path / "straight")
-        straight.path.mkdir()
-        with FakeTrainer(straight, start=0, max_steps=_STEPS):
-            assert run_orchestrator(make_config(straight.path, engine, max_steps=_STEPS)) == 0
-        expected = journaled(straight, _STEPS)
-        calls = read_trail(straight.path.with_suffix(".trail"))
+        expected, calls = run_undisturbed(tmp_path / "straight", engine, _STEPS)
         names = {(call.name, call.path.split("/")[-1].split("-")[0]) for call in calls}
         assert {("rename", ".tmp"), ("write", "generations_2.log"), ("unlink", "generations_2.log")} <= names, names
 

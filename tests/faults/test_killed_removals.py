@@ -19,8 +19,6 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.commands.ckpt_dirs import CheckpointDirs
-from holdfast.commands.ckpt_export import prune
 from holdfast.commands.evaluate_follow import _clear_leftovers, _clear_other_evaluation
 from holdfast.commands.evaluated_policy import prepare_directory
 from holdfast.config.evaluation import EvaluateConfig
@@ -53,14 +51,12 @@ ONE_CALL = "one call of the system removes one file, or gives it its name"
 OWN = "names that begin with .tmp-, or places of a living process: nobody reads them"
 CALLS = "only calls others that are named here"
 REMOVALS: dict[str, str] = {
-    "commands/ckpt_export.py _prune": "pruned checkpoints",
-    "commands/ckpt_export.py _remove": "pruned checkpoints",
     "commands/evaluate_follow.py _clear_leftovers": "evaluations that are followed",
     "commands/evaluate_follow.py _clear_other_evaluation": "evaluations that are followed",
     "commands/evaluate_follow.py _evaluate_step": "test_sft_evaluated.py",
     "commands/evaluated_policy.py prepare_directory": "an evaluation with --clean",
     "commands/evaluated_policy.py remove_exports": "evaluations that are followed",
-    "commands/rollouts.py write_rollouts": OWN,
+    "commands/rollouts.py export": OWN,
     "commands/evaluated_policy.py weights_of_step": "test_damaged_files.py",
     "launcher/cluster/cluster.py check_shared": OWN,
     "launcher/launch.py with_evaluations": ONE_CALL,
@@ -324,13 +320,6 @@ DRIVES: dict[str, Drive] = {
             "evaluations/.tmp-step_2-1/d", "weights/.tmp-step_2-1/e", "logs/attempt_1/.tmp-profile-1/f",
         ),
         lambda case: (clear_unpublished(RunDir(case)), RunDir(case).clear_leftovers()),
-    ),
-    "pruned checkpoints": Drive(
-        lambda case: [
-            *(write_checkpoint(RunDir(case), step) for step in (1, 2)),
-            _write(case, "checkpoints/.tmp-step_4/a/b", "exports/.tmp-best-1/c", "exports/best/d"),
-        ],
-        lambda case: prune(CheckpointDirs(case), keep=1, keep_interval=None, keep_best=None, dry_run=False),
     ),
     "an evaluation with --clean": Drive(_evaluated, _cleaned),
     "evaluations that are followed": Drive(_followed, _follow, _follow),

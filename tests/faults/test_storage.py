@@ -16,9 +16,9 @@ from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
-from tests.faults.faulty_calls import Call, installing, read_trail
+from tests.faults.faulty_calls import Call, installing
 from tests.faults.held_steps import exists, held_after
-from tests.faults.orchestrators import journaled, run_orchestrator
+from tests.faults.orchestrators import journaled, run_orchestrator, run_undisturbed
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
 from tests.forking.commands import Run, shared_commands
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
@@ -297,12 +297,8 @@ def _first_and_last_of_each_kind(calls: list[Call]) -> list[int]:
 def test_wherever_the_disk_is_full_it_says_so_and_the_journal_comes_out_the_same(tmp_path: Path) -> None:
     engine = FakeEngine()
     with serving(engine):
-        straight = RunDir(tmp_path / "straight")
-        straight.path.mkdir()
-        with FakeTrainer(straight, start=0, max_steps=_STEPS):
-            assert run_orchestrator(make_config(straight.path, engine, max_steps=_STEPS)) == 0
-        expected = journaled(straight, _STEPS)
-        calls = [call for call in read_trail(straight.path.with_suffix(".trail")) if call.path.startswith("rollouts")]
+        expected, made = run_undisturbed(tmp_path / "straight", engine, _STEPS)
+        calls = [call for call in made if call.path.startswith("rollouts")]
         assert {call.name for call in calls} >= set(_FAILING)
 
         told = tried = 0

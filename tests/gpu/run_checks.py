@@ -208,7 +208,13 @@ def _gone(pid: int) -> None:
 
 def out_of_memory(place: Place) -> None:
     """What does not fit ends the run with a message, not a hang. Needs a device whose memory ends."""
-    settings = place.small("--model.dtype", "bfloat16", "--max-steps", 2)
-    settings[1] = place.model(hidden_size=65536, intermediate_size=262144, num_hidden_layers=64)
+    data = place.folder / "long.jsonl"
+    data.write_text(('{"prompt": "a", "completion": "' + "abcdefgh" * 1000 + '"}\n') * 8)
+    # A small model, quickly drawn, whose logits are 256 GB in float32.
+    settings = [
+        *place.small("--model.dtype", "bfloat16", "--max-steps", 2), "--model.name", place.model(vocab_size=2**20),
+        "--data.name", data, "--data.micro-batch-size", 8, "--data.seq-len", 8192,
+        "--model.logits-chunk-tokens", 65536,
+    ]  # fmt: skip
     run = place.run("oom", *settings)
     assert run.code == 1 and "out of memory" in run.output.lower(), run.output

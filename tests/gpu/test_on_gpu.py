@@ -12,7 +12,7 @@ from tests.gpu import device_checks, run_checks
 from tests.gpu.gpu_place import Place
 from tests.models.families import FAMILIES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.gpu, pytest.mark.launch, pytest.mark.timeout(1200)]
 REFUSED = {"falcon (alibi)", "rwkv", "qwen3_vl_text"}
 
 

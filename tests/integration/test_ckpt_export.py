@@ -1,4 +1,4 @@
-"""`ckpt show`, `diff`, `export`, `promote` and `import` on real runs of two ranks: in bfloat16, and of experts."""
+"""`ckpt show` and `export` on real runs of two ranks: in bfloat16, and of experts."""
 
 import io
 import json
@@ -144,31 +144,12 @@ def test_a_damaged_step_is_not_exported_and_nothing_is_written_over(run_dir: Run
     content = bytearray(data.read_bytes())
     content[1000] ^= 1
     data.write_bytes(content)
-    for argv in (("export", 1, "--to", tmp_path / "x"), ("promote", 1, "--name", "x"), ("show", 1)):
+    for argv in (("export", 1, "--to", tmp_path / "x"), ("show", 1)):
         assert "__1_0.distcp is damaged" in ckpt(*argv, "--output-dir", copy.path, code=2).stderr
-    assert not (tmp_path / "x").exists() and not (copy.path / "exports").exists()
+    assert not (tmp_path / "x").exists()
     (tmp_path / "mine").mkdir()
     done = ckpt("export", 2, "--to", tmp_path / "mine", "--output-dir", copy.path, code=2)
     assert "exists already; nothing is written over" in done.stderr
-
-
-def test_a_promoted_step_outlives_retention_and_clean(run_dir: RunDir, tmp_path: Path) -> None:
-    copy = RunDir(shutil.copytree(run_dir.path, tmp_path / "run"))
-    ckpt("promote", 1, "--name", "gold-1.0", "--output-dir", copy.path)
-    gold = copy.path / "exports" / "gold-1.0"
-    assert manifest.verify(gold).step == 1
-    done = ckpt("promote", 2, "--name", "gold-1.0", "--output-dir", copy.path, code=2)
-    assert "the export 'gold-1.0' exists already" in done.stderr
-    done = ckpt("prune", "--keep", "1", "--output-dir", copy.path)
-    assert copy.committed_steps() == [STEPS], done.stdout
-    copy.clear_leftovers()
-    (line,) = json.loads(ckpt("ls", "--json", "--output-dir", copy.path).stdout)["exports"]
-    assert (line["name"], line["status"], line["step"]) == ("gold-1.0", "committed", 1)
-    assert "2 of 2 OK" in ckpt("verify", "--output-dir", copy.path).stdout
-    copy.remove_run()
-    manifest.verify(gold)
-    (gold / "model.safetensors").unlink()
-    assert "export gold-1.0 is damaged" in ckpt("ls", "--output-dir", copy.path, code=1).stdout
 
 
 def test_show_tells_counters_tensors_and_settings(run_dir: RunDir) -> None:

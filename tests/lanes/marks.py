@@ -7,7 +7,10 @@ from typing import Literal, get_args
 
 Lane = Literal["everyday", "nightly", "slurm", "gpu"]
 LANES: tuple[Lane, ...] = get_args(Lane)
-BY_HAND: dict[Lane, str] = {"slurm": "uv run pytest --lane slurm tests", "gpu": "uv run python -m tests.gpu"}
+BY_HAND: dict[Lane, str] = {
+    "slurm": "uv run pytest --lane slurm tests",
+    "gpu": "uv run --with pytest python -m tests.gpu",
+}
 """Lanes that no script of `.ci` runs, and their commands."""
 RESOURCES = frozenset({"engine", "launch", "ranks", "docs", "clock", "trl"})
 """A test with one of these marks runs at night."""

@@ -28,7 +28,7 @@ _NAMES = [
 ]  # fmt: skip
 TEMPLATES = {name: template(name) for name in _NAMES}
 # In tests of their own.
-ODD = {name: template(name) for name in ("writes None", "documents", "calls as text")}
+ODD = {name: template(name) for name in ("writes None", "calls as text")}
 # That of the example, but of an earlier turn it writes only what is behind the last "e", as if that ended thoughts.
 FORGETFUL = template("forgetful")
 QWEN_3, DEEPSEEK_R1, HERMES, PHI_3 = (TEMPLATES[name] for name in ("qwen 3", "deepseek r1", "hermes", "phi 3"))

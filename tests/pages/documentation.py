@@ -87,10 +87,10 @@ class Block:
 
 
 def behind_uv(words: list[str]) -> list[str]:
-    """Return what `uv run` runs, here where the groups that it would install are: the words behind it."""
+    """Return what `uv run` runs, here where the groups and packages that it would install are: the words behind it."""
     if words[:2] != ["uv", "run"]:
         return words
-    return words[4:] if words[2] == "--group" else words[2:]
+    return words[4:] if words[2] in ("--group", "--with") else words[2:]
 
 
 def blocks(page: Path) -> list[Block]:

@@ -3,7 +3,7 @@
 A chat is rendered once and tokenised once, so its tokens are those of transformers'
 `apply_chat_template(tokenize=True)`. A turn is trained from where the prompt ends that `rl` would feed: the ids
 of the messages before it and of the generation prompt must be the first ids of the whole, else the chat is
-refused with the reason. It is trained to where the template ends it, with the token that does so.
+refused with the reason. It ends with the token by which the template ends the turn.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from holdfast.chat.messages import (
 )
 from holdfast.chat.template import ChatTemplate
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.errors import ConfigError, DataError
+from holdfast.errors import DataError
 
-TrainOn = Literal["all", "last", "template"]
+TrainOn = Literal["all", "last"]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _EMPTY = "an answer that is trained is empty, so that the model learns to end at once"
 _MOST_OF_NOTHING = 32
@@ -44,14 +44,13 @@ class Chat:
     Attributes:
         messages: as in the data.
         first_trained: messages before this one are never trained.
-        tools, documents: what the template may render besides.
+        tools: of the row, for the template.
         options: further variables of the template.
     """
 
     messages: Sequence[Any]
     first_trained: int = 0
     tools: list[Any] | None = None
-    documents: list[Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,8 +59,8 @@ class Encoded:
     """Token ids, and for each whether it is trained.
 
     Attributes:
-        remarks: what was in the data and is not in the tokens, in words.
-        value: a number that the row says of it; 0 where it says none.
+        remarks: warnings about data that is not in the tokens.
+        value: a number of the row, such as a label; 0 without one.
     """
 
     ids: list[int]
@@ -71,23 +70,16 @@ class Encoded:
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
-    """Return plain text, all of it trained: BOS where the tokenizer begins a text so, the text, EOS.
-
-    Neither is added to a text that has it already.
-    """
+    """Return plain text, all of it trained: BOS where the tokenizer begins a text so, the text, EOS. Neither is added
+    twice."""
     ids = _ended(tokenizer.text_prompt(text), tokenizer)
     return Encoded(ids, [True] * len(ids), () if text.strip() else (_EMPTY,))
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
-    """Return a prompt and its completion, which is trained with the EOS behind it.
-
-    The prompt has the ids that `rl` gives to a prompt that is text. The ids of the completion are those that it
-    has behind the prompt, or where the tokenizer would join the two, those that it has alone.
-
-    Raises:
-        DataError: neither gives back the text.
-    """
+    """Return a prompt and its completion, which is trained with the EOS after it. The prompt has the ids that `rl`
+    gives to a prompt that is text. The ids of the completion come from tokenizing both together; if the tokenizer joins
+    tokens across the border, from the completion alone. Raise DataError if neither gives back the text."""
     prompt_ids = tokenizer.text_prompt(prompt)
     whole_ids = tokenizer.text_prompt(prompt + completion)
     if whole_ids[: len(prompt_ids)] != prompt_ids:
@@ -114,18 +106,11 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
     """Return the chat up to its last trained turn.
 
     Args:
-        train_on: all turns of the assistant, the last, or what `{% generation %}` of the template marks.
+        train_on: all turns of the assistant, or the last.
 
-    Raises:
-        ConfigError: the tokenizer has no chat template, or one that marks nothing though it should.
-        DataError: the chat cannot be trained; says why.
+    Raise ConfigError if the tokenizer has no chat template; DataError if the chat cannot be trained.
     """
     template = tokenizer.template(chat.tools)
-    if train_on == "template" and not template.marks_turns:
-        raise ConfigError(
-            f"data.train_on = template: the chat template of '{tokenizer.name}' marks no turns with "
-            "{% generation %}. Use `all` or `last`."
-        )
     template.check_options(chat.options)
     messages = check_messages(chat.messages)
     turns = [
@@ -140,13 +125,10 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
         )
     messages = tokenizer.forms(chat.tools).adapt(messages[: turns[-1] + 1])
     rendering = _Rendering(chat, messages, tokenizer, template)
-    if train_on == "template":
-        mask = rendering.marked()
-    else:
-        mask = [False] * len(rendering.ids)
-        for number in turns if train_on == "all" else turns[-1:]:
-            start, end = rendering.turn(number)
-            mask[start:end] = [True] * (end - start)
+    mask = [False] * len(rendering.ids)
+    for number in turns if train_on == "all" else turns[-1:]:
+        start, end = rendering.turn(number)
+        mask[start:end] = [True] * (end - start)
     return Encoded(rendering.ids, mask, rendering.remarks(mask))
 
 
@@ -160,11 +142,7 @@ class _Rendering:
         self._messages = messages
         self._tokenizer = tokenizer
         self._template = template
-        self._spans: list[tuple[int, int]] = []
-        if template.marks_turns:
-            self.text, self._spans = template.render_marked(messages, **self._given)
-        else:
-            self.text = template.render(messages, **self._given)
+        self.text = template.render(messages, **self._given)
         self._encoding = tokenizer.encode_with_places(self.text)
         self.ids: list[int] = self._encoding.ids
         self._refuse_ignored()
@@ -177,34 +155,10 @@ class _Rendering:
     @property
     def _given(self) -> dict[str, Any]:
         chat = self._chat
-        return {"tools": chat.tools, "documents": chat.documents, "options": chat.options}
+        return {"tools": chat.tools, "options": chat.options}
 
     def _render(self, number: int, *, open_turn: bool) -> str:
-        """Render the first `number` messages."""
         return self._template.render(self._messages[:number], open_turn=open_turn, **self._given)
-
-    def marked(self) -> list[bool]:
-        """Return which tokens the template marks, of the turns that may be trained."""
-        first = self._chat.first_trained
-        border = 0
-        if first:
-            before = self._render(first, open_turn=False)
-            border = len(before)
-            if not self.text.startswith(before):
-                raise DataError(
-                    "the chat template renders the prompt in another way before the answer than alone, so the marks "
-                    "of the answer cannot be told from those of the prompt. Set data.train_on = all or last."
-                )
-        mask = [False] * len(self.ids)
-        for start, end in self._spans:
-            if start < border:
-                continue
-            for place, (left, right) in enumerate(self._encoding.offsets):
-                if left < end and right > start:
-                    mask[place] = True
-        if not any(mask):
-            raise DataError("the chat template marks nothing in this chat with {% generation %}")
-        return mask
 
     def turn(self, number: int) -> tuple[int, int]:
         """Return the first token that is trained of the turn that is message `number`, and the one after the last."""
@@ -237,8 +191,8 @@ class _Rendering:
         return place + len(last_ids)
 
     def _last_border(self, end: int) -> tuple[int, int]:
-        """Return the character and the place of the last token before character `end` that stands for itself: what
-        comes before such a token never changes how what comes after it is tokenised, nor the other way round."""
+        """Return the character and the place of the last border token before character `end`: text before it and after
+        it is tokenised independently."""
         place = self._encoding.char_to_token(end - 1) if end else None
         while place is not None and place >= 0:
             content = self._tokenizer.border_tokens.get(self.ids[place])
@@ -258,7 +212,7 @@ class _Rendering:
             line = before[before.rfind("\n", 0, common) + 1 :]
             return (
                 f"{_nth(number)}: the generation prompt of the chat template ends with {line[-40:]!r}, which the "
-                f"answer as the template renders it does not have (it goes on with "
+                f"answer as the template renders it does not have (it continues with "
                 f"{self.text[common : common + 16]!r}). The row may need its thoughts, or the template another "
                 "generation prompt." + (f" {self._remedy(number)}" if number < len(self._messages) - 1 else "")
             )
@@ -277,11 +231,9 @@ class _Rendering:
         )
 
     def _length_of_answer(self, number: int, before: str) -> int:
-        """Return how many characters after `before` an earlier turn takes, its end included.
-
-        A template may end the last turn in another way than an earlier one, or write empty thoughts before the
-        last one alone. It must not take away anything that the turn says.
-        """
+        """Return how many characters after `before` an earlier turn takes, its end included. A template may end the
+        last turn in another way, or write empty thoughts before it only. It must not drop anything that the turn
+        says."""
         after = self._render(number + 1, open_turn=False)
         rest = self.text[len(before) :]
         if after.startswith(before):
@@ -302,7 +254,7 @@ class _Rendering:
         raise DataError(f"{_nth(number)}: {self._what_changes(after)}. {self._remedy(number)}")
 
     def _end_of_words(self, answer: str) -> int:
-        """Return where an answer ends but for white space and tokens that end a turn or a text."""
+        """Return where an answer ends, without white space and tokens that end a turn or a text."""
         stops = [self._tokenizer.decode([stop], skip_special_tokens=False) for stop in self._tokenizer.stop_token_ids]
         closing = "|".join([r"\s", *(re.escape(stop) for stop in stops if stop)])
         while match := re.search(rf"(?:{closing})\Z", answer):
@@ -335,23 +287,15 @@ class _Rendering:
             raise DataError(f"{_nth(number)}: the chat template writes None for its null content: make that empty text")
 
     def _refuse_ignored(self) -> None:
-        """Refuse a chat with tools, calls or documents that the template does not write."""
-        text = self.text
+        """Refuse a chat with tools or calls that the template does not write."""
         for tool in self._chat.tools or []:
             name = function_of(tool).get("name")
-            if "tools" not in self._template.variables or (isinstance(name, str) and name not in text):
+            if "tools" not in self._template.variables or (isinstance(name, str) and name not in self.text):
                 raise DataError(
                     f"the row has `tools`, which the chat template of '{self._tokenizer.name}' does not write. Remove "
                     "the column, or use a template with tools."
                 )
-        check_calls_written(self._messages, text, name=self._tokenizer.name)
-        for document in self._chat.documents or []:
-            parts = [part for part in document.values() if isinstance(part, str)] if isinstance(document, dict) else []
-            if not parts or not all(squeezed(part) in squeezed(text) for part in parts):
-                raise DataError(
-                    f"the row has `documents`, which the chat template of '{self._tokenizer.name}' does not write "
-                    "whole. Remove the column, or use a template with documents."
-                )
+        check_calls_written(self._messages, self.text, name=self._tokenizer.name)
 
     def remarks(self, mask: Sequence[bool]) -> tuple[str, ...]:
         """Return what the messages hold and the template does not write, in words, and if a turn has no end."""
@@ -371,7 +315,6 @@ class _Rendering:
         return tuple(found)
 
     def _trained(self, mask: Sequence[bool]) -> list[list[int]]:
-        """Return the ids of each stretch that is trained."""
         found, trained_to = list[list[int]](), 0
         while True in mask[trained_to:]:
             start = mask.index(True, trained_to)
@@ -393,11 +336,8 @@ def _nth(number: int) -> str:
 
 
 def options_of(value: object) -> dict[str, Any]:
-    """Return a column of variables for the template as a map, without those that are null.
-
-    Raises:
-        DataError: it is no map.
-    """
+    """Return a column of variables for the template as a map, without those that are null. Raise DataError if it is not
+    a map."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

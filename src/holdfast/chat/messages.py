@@ -40,11 +40,8 @@ def as_dict(message: Message | ChatMessage) -> dict[str, Any]:
 
 
 def check_messages(messages: Sequence[object]) -> list[dict[str, Any]]:
-    """Return the messages of a chat, without keys that are null.
-
-    Raises:
-        DataError: one of them is no message; says which, counted from one.
-    """
+    """Return the messages of a chat, without keys that are null. Raise DataError with the number of the first bad
+    message, counted from one."""
     return [_checked(message, number) for number, message in enumerate(messages, start=1)]
 
 
@@ -82,11 +79,8 @@ def _checked_calls(value: object, number: int) -> list[Any]:
 
 
 def check_tools(value: object) -> list[Any] | None:
-    """Return the tools of a row: a list of JSON objects, each or all of which may be JSON text; None where unset.
-
-    Raises:
-        DataError: they are something else.
-    """
+    """Return the tools of a row: a list of JSON objects, each or all of which may be JSON text; None where unset. Raise
+    DataError if they are something else."""
     tools = parse_json(value, "`tools`") if isinstance(value, str) and value.strip() else value or None
     if tools is None:
         return None
@@ -99,11 +93,7 @@ def check_tools(value: object) -> list[Any] | None:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Return what JSON `text` says.
-
-    Raises:
-        DataError: it is not JSON.
-    """
+    """Return what JSON `text` says. Raise DataError if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -143,11 +133,8 @@ class Forms:
     texts: bool
 
     def adapt(self, messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages in a form that the template reads.
-
-        Raises:
-            DataError: the arguments of a tool call are not JSON.
-        """
+        """Return the messages in a form that the template reads. Raise DataError if the arguments of a tool call are
+        not JSON."""
         return [self._adapted(message) for message in messages]
 
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +206,7 @@ def holds(text: str, parts: Sequence[str]) -> bool:
 
 
 def roles_left_out(messages: Iterable[ChatMessage], text: str) -> list[str]:
-    """Return the roles, but for the assistant's, of messages of which `text` does not have all that they say."""
+    """Return the roles, without the assistant's, of messages that `text` does not hold whole."""
     text = squeezed(text)
     return sorted(
         {
@@ -232,10 +219,7 @@ def roles_left_out(messages: Iterable[ChatMessage], text: str) -> list[str]:
 
 def check_calls_written(messages: Iterable[ChatMessage], text: str, *, name: str) -> None:
     """Check that the tool calls of all messages stand in the text that the template of tokenizer `name` made of them.
-
-    Raises:
-        DataError: one does not.
-    """
+    Raise DataError if one does not."""
     for number, message in enumerate(messages, start=1):
         for call in message.get("tool_calls") or []:
             if function_of(call).get("name", "") not in text:

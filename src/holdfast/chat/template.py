@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -26,43 +25,20 @@ from holdfast.errors import DataError, nearest
 from holdfast.process.child import DATE_ENV
 
 _log = logging.getLogger("holdfast")
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+_GIVEN = {"messages", "tools", "add_generation_prompt"}
 
 ChatMessage = Mapping[str, Any]
-Span = tuple[int, int]
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}` ... `{% endgeneration %}`, which marks what the assistant says."""
+    """The tag `{% generation %}` ... `{% endgeneration %}` around what the assistant says: without effect here."""
 
     tags = {"generation"}
 
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self._blocks: list[str] | None = None
-        self._spans: list[Span] = []
-
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    @jinja2.pass_eval_context
-    def _mark(self, _: nodes.EvalContext, caller: Any) -> str:
-        text = caller()
-        if self._blocks is not None:
-            start = sum(map(len, self._blocks))
-            self._spans.append((start, start + len(text)))
-        return text
-
-    @contextmanager
-    def recording(self, blocks: list[str]) -> Iterator[list[Span]]:
-        """Collect the (start, end) characters of what is marked while the template fills `blocks`."""
-        self._blocks, self._spans = blocks, []
-        try:
-            yield self._spans
-        finally:
-            self._blocks = None
+        # A scope, as in transformers: variables that are set within end with it.
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class ChatTemplate:
@@ -70,7 +46,6 @@ class ChatTemplate:
 
     Attributes:
         source: its text.
-        marks_turns: whether it marks with `{% generation %}` what the assistant says.
         variables: what it reads from outside, such as `tools` or `enable_thinking`.
     """
 
@@ -81,8 +56,7 @@ class ChatTemplate:
             name: of the tokenizer, for messages.
             special: special tokens by role, such as `bos_token`.
 
-        Raises:
-            DataError: it is not valid.
+        Raise DataError if the template is not valid.
         """
         self.source = source
         self._name = name
@@ -94,13 +68,6 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template of '{name}' is not valid: {error}") from None
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        self._generation = next(part for part in environment.extensions.values() if isinstance(part, _Generation))
-        self.marks_turns = any(
-            isinstance(call.call, nodes.Call)
-            and isinstance(call.call.node, nodes.ExtensionAttribute)
-            and call.call.node.name == "_mark"
-            for call in tree.find_all(nodes.CallBlock)
-        )
 
     def render(
         self,
@@ -108,7 +75,6 @@ class ChatTemplate:
         *,
         open_turn: bool = False,
         tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a chat.
@@ -117,40 +83,25 @@ class ChatTemplate:
             open_turn: write the beginning of the assistant's next turn as well (the generation prompt).
             options: further variables of the template, such as `enable_thinking`.
 
-        Raises:
-            DataError: the template refuses the messages.
+        Raise DataError if the template refuses the messages.
         """
-        given = self._variables(messages, open_turn=open_turn, tools=tools, documents=documents, options=options)
+        given = {
+            "documents": None,
+            **self._special,
+            **(options or {}),
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": open_turn,
+        }
         try:
             return self._template.render(given)
         except Exception as error:  # noqa: BLE001 (a template fails with whatever its expressions raise)
-            raise self._refusal(messages, error) from None
-
-    def render_marked(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> tuple[str, list[Span]]:
-        """Return the text of a chat, and the (start, end) characters of what `{% generation %}` marks."""
-        given = self._variables(messages, open_turn=False, tools=tools, documents=documents, options=options)
-        blocks: list[str] = []
-        try:
-            with self._generation.recording(blocks) as spans:
-                for block in self._template.generate(given):
-                    blocks.append(block)
-        except Exception as error:  # noqa: BLE001 (as above)
-            raise self._refusal(messages, error) from None
-        return "".join(blocks), list(spans)
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise DataError(f"the chat template of '{self._name}' refuses a chat of [{roles}]: {error}") from None
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Check that the template reads every one of these variables.
-
-        Raises:
-            DataError: it does not read one, or one is set by other means.
-        """
+        """Check that the template reads every one of these variables. Raise DataError if it does not read one, or one
+        is set by other means."""
         for name in options:
             if name in _GIVEN:
                 raise DataError(f"chat_template_kwargs must not hold `{name}`: it has a column of its own")
@@ -160,28 +111,6 @@ class ChatTemplate:
                     f"chat_template_kwargs holds `{name}`, which the chat template of '{self._name}' does not read."
                     f"{nearest(name, known)} It reads: {', '.join(known) or 'nothing of this kind'}."
                 )
-
-    def _variables(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        open_turn: bool,
-        tools: Sequence[Any] | None,
-        documents: Sequence[Any] | None,
-        options: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
-        return {
-            **self._special,
-            **(options or {}),
-            "messages": messages,
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": open_turn,
-        }
-
-    def _refusal(self, messages: Sequence[ChatMessage], error: Exception) -> DataError:
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        return DataError(f"the chat template of '{self._name}' refuses a chat of [{roles}]: {error}")
 
 
 def _environment(name: str) -> ImmutableSandboxedEnvironment:
@@ -208,7 +137,7 @@ def _environment(name: str) -> ImmutableSandboxedEnvironment:
 
 
 def template_date() -> datetime:
-    """Return the date that chat templates write, in UTC: that of the run, in a process of a run, else now."""
+    """Return the date that chat templates write, in UTC: the date of the run, if any, else now."""
     kept = os.environ.get(DATE_ENV)
     return datetime.fromtimestamp(int(kept), UTC) if kept else datetime.now(UTC)
 

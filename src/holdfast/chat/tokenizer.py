@@ -38,7 +38,7 @@ _SHRINKING = 8
 
 
 class Around(NamedTuple):
-    """Text up to the end of an assistant's turn, and behind it."""
+    """Text up to the end of an assistant's turn, and after it."""
 
     before: str
     after: str
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @cached_property
     def border_tokens(self) -> dict[int, str]:
-        """The special tokens that are cut out of a text before anything else is done with it, and nothing more."""
+        """The special tokens that split a text before anything else, without changing the text around them."""
         return {
             token_id: token.content
             for token_id, token in self._backend.get_added_tokens_decoder().items()
@@ -277,7 +277,7 @@ class Tokenizer:
         return token_ids[self._length_of_closing(token_ids, last_token_id) :]
 
     def _length_of_closing(self, token_ids: list[int], last_token_id: int) -> int:
-        """Return how many of the ids after an assistant's turn only close it, where `last_token_id` has done so.
+        """Return how many ids after an assistant's turn only close it, if `last_token_id` closed it already.
 
         Some templates write white space before the token that ends the turn (as Llama 2's), which was not sampled.
         """
@@ -287,8 +287,8 @@ class Tokenizer:
         return 0 if self.decode(token_ids[:place], skip_special_tokens=False).strip() else place + 1
 
     def _ids_after(self, around: Around) -> list[int]:
-        """Return the ids of what follows an assistant's turn, tokenised behind that turn."""
-        # What stands before a border of the text, such as all tools, has no part in the tokens behind it.
+        """Return the ids of what follows an assistant's turn, tokenised after that turn."""
+        # Text before a border, such as all tools, does not change the tokens after it.
         start = self._last_border(around.before)
         border = len(around.before) - start
         encoding = self.encode_with_places(around.before[start:] + around.after)
@@ -318,7 +318,7 @@ class Tokenizer:
 
     @cached_property
     def _inner(self) -> tokenizers.Tokenizer:
-        """The tokenizer without the blank that it puts before a text, if it is of that kind."""
+        """The tokenizer, without a blank before the text if it adds one."""
         pre_tokenizer = _state(self._backend.pre_tokenizer)
         normalizer = _state(self._backend.normalizer)
         plain = _without_prefix(pre_tokenizer), _without_prefix(normalizer)
@@ -425,7 +425,7 @@ def _hub_files(name: str) -> dict[str, Path]:
         except LocalEntryNotFoundError as error:
             if file == "tokenizer.json":
                 raise ConfigError(
-                    f"model.tokenizer: '{name}' is no directory, and the hub is silent: {error}"
+                    f"model.tokenizer: '{name}' is not a directory, and the hub is silent: {error}"
                 ) from None
             # A template that is missing for a broken connection would change what the model is trained on.
             is_known_missing = try_to_load_from_cache(name, file) is not None
@@ -437,7 +437,9 @@ def _hub_files(name: str) -> dict[str, Path]:
         except EntryNotFoundError:
             continue
         except (HFValidationError, OSError) as error:
-            raise ConfigError(f"model.tokenizer: '{name}' is no directory and no model on the hub: {error}") from None
+            raise ConfigError(
+                f"model.tokenizer: '{name}' is neither a directory nor a model on the hub: {error}"
+            ) from None
     return found
 
 

@@ -14,7 +14,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.arguments import Subcommands, add_json
+from holdfast.arguments import Subcommands, add_json, natural, positive
 from holdfast.errors import ConfigError, RunDirError
 from holdfast.process.imports import is_checkout
 
@@ -25,11 +25,8 @@ _EPILOG = "ID is a built-in environment, `verifiers:ID`, or `module:Class`."
 
 
 def main(argv: list[str]) -> int:
-    """Run one subcommand; return 0, or 1 where `check` has found something.
-
-    Raises:
-        HoldfastError: a mistake in the command, or an environment that cannot be loaded.
-    """
+    """Run one subcommand; return 0, or 1 where `check` has found something. Raise HoldfastError for a mistake in the
+    command, or an environment that cannot be loaded."""
     arguments = parse(argv)
     if arguments.command == "init":
         create(arguments.name, Path.cwd()).print(as_json=False)
@@ -47,33 +44,25 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments: `command` and what the subcommand takes.
-
-    Raises:
-        ConfigError: one that cannot be used.
-    """
-    return _subcommands().parse(argv)
-
-
-def _subcommands() -> Subcommands:
+    """Return the arguments: `command` and what the subcommand takes. Raise ConfigError for one that cannot be used."""
     subcommands = Subcommands("environments", "Environments of rl: begin, check.", _EPILOG, of_a_run=False)
     init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
     init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
     check = subcommands.add("check", "Find what would keep a run with an environment from resuming exactly.")
     check.add_argument("id", metavar="ID")
     check.add_argument("--args", type=_object, default={}, metavar="JSON", help="arguments of its constructor ({})")
-    check.add_argument("--seed", type=_natural, default=0, metavar="N", help="the seed of the run (0)")
-    check.add_argument("--seq-len", type=_positive, default=1024, metavar="N", help="most tokens of a session (1024)")
+    check.add_argument("--seed", type=natural, default=0, metavar="N", help="the seed of the run (0)")
+    check.add_argument("--seq-len", type=positive, default=1024, metavar="N", help="most tokens of a session (1024)")
     check.add_argument(
         "--history",
         choices=("split", "keep"),
         default="split",
         help="where the template would rewrite earlier turns: as in the settings of a run (split)",
     )
-    check.add_argument("--num-tasks", type=_positive, default=32, metavar="N", help="tasks that are made (32)")
+    check.add_argument("--num-tasks", type=positive, default=32, metavar="N", help="tasks that are made (32)")
     check.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
     add_json(check)
-    return subcommands
+    return subcommands.parse(argv)
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -84,18 +73,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'must be an object such as {{"max_length": 6}}, got {text!r}')
     return value
-
-
-def _natural(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not (number := _natural(text)):
-        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
-    return number
 
 
 def _project_of(directory: Path) -> str:
@@ -109,12 +86,9 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def create(name: str, directory: Path) -> Report:
-    """Write `NAME.py`, `test_NAME.py` and `NAME.toml` into `directory`, and say what to do with them.
-
-    Raises:
-        ConfigError: the name cannot be that of a module, or is taken; or one of the files is there. Nothing is written.
-        RunDirError: they cannot be written.
-    """
+    """Write `NAME.py`, `test_NAME.py` and `NAME.toml` into `directory`, and say what to do with them. Raise
+    ConfigError, before anything is written, if the name cannot be that of a module or is taken, or one of the files is
+    there; RunDirError if they cannot be written."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name[0] == "_":
         raise ConfigError(
             f"'{name}' cannot be the name of a module: letters, digits and _ are allowed, a letter first, no word of "

@@ -11,8 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,12 +30,8 @@ _KEY = "environments[0]"
 
 
 def load(settings: EnvironmentConfig) -> Environment:
-    """Return the environment that `settings` describe.
-
-    Raises:
-        ConfigError: there is none, its arguments do not fit, or it lacks a method.
-        EnvironmentFailure: its module or its constructor raised; with exit code 2, since nothing was running.
-    """
+    """Return the environment that `settings` describe. Raise ConfigError if there is none, its arguments do not fit, or
+    it lacks a method; EnvironmentFailure, with exit code 2, if its module or its constructor raised."""
     try:
         environment = load_environment(settings, key=_KEY)
     except EnvironmentFailure as failure:
@@ -47,52 +42,43 @@ def load(settings: EnvironmentConfig) -> Environment:
 
 
 _MOST_PLAYED = 8
-"""Of the tasks so many are played, each with every answer, in four ways."""
+"""So many tasks are played, each with every answer."""
 _MOST_LINES = 4
 _HASH_SEEDS = ("1", "2", "3", "4")
-"""Of the processes that are asked. Two elements of a set stand in one order or the other: a single process would see
-in half of all cases that a task depends on it."""
-_WAYS_HERE = 3
+"""Of other processes. Two elements of a set stand in one order or the other: a single process would find in half of
+all cases that a task depends on it."""
 CHECKS = ("tasks", "prompts", "template", "sessions", "scores")
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way of asking again."""
-
-    name: str
-    found: Findings
 
 
 def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str | None, seq_len: int) -> Report:
     """Ask an environment for its tasks, sessions and scores in several ways, and say what differs or fails.
 
     Args:
-        num_tasks: made; the first eight are played.
+        num_tasks: tasks to make; the first eight are played.
         model: a model directory for its tokenizer and chat template; None: one token for each byte, no limits.
 
-    Raises:
-        ConfigError, DataError: the environment or the tokenizer cannot be used.
-        EnvironmentFailure: its module or its constructor raised.
+    Raise ConfigError or DataError if the environment or the tokenizer cannot be used; EnvironmentFailure if its module
+    or its constructor raised.
     """
     if model is not None:
-        load_tokenizer(model)  # a mistake in the name is none of the environment
+        load_tokenizer(model)  # a wrong name is not a fault of the environment
     request = Request(
         settings.model_dump_json(), num_tasks, min(num_tasks, _MOST_PLAYED), seed=seed, seq_len=seq_len, model=model
     )
     with working("asking the environment") as tell, contextlib.redirect_stdout(sys.stderr):
-        progress = _CheckProgress(tell, _WAYS_HERE + len(_hash_seeds()))
-        first, others = asyncio.run(_ask_here(settings, request, progress))
-        others += _ask_elsewhere(request, progress)
-    problems: dict[str, list[str]] = {name: [] for name in CHECKS}
-    for way in [Way("", first), *others]:
-        for name, failures in way.found.failures.items():
-            known = first.failures.get(name, []) if way.name else []
-            problems[name] += [f"{way.name}: {one}" if way.name else one for one in failures if one not in known]
-    for way in others:
-        problems["tasks"] += _task_differences(first, way)
-        problems["sessions"] += _differences(first.sessions, way.found.sessions, "the session of", way)
-        problems["scores"] += _differences(first.scores, way.found.scores, "the score of", way)
+        first, others = asyncio.run(_ask_here(settings, request))
+        for number, hash_seed in enumerate(_hash_seeds()):
+            tell(f"in another process, {number + 1}")
+            # Only the first of them plays, too.
+            asked = request if number == 0 else msgspec.structs.replace(request, num_played=0)
+            others[f"made in another process (PYTHONHASHSEED={hash_seed})"] = _probe_in_process(asked, hash_seed)
+    problems = {name: list(first.failures.get(name, [])) for name in CHECKS}
+    for way, found in others.items():
+        for name, failures in found.failures.items():
+            problems[name] += [f"{way}: {one}" for one in failures if one not in first.failures.get(name, [])]
+        problems["tasks"] += _task_differences(first, found, way)
+        problems["sessions"] += _differences(first.sessions, found.sessions, "the session of", way)
+        problems["scores"] += _differences(first.scores, found.scores, "the score of", way)
     problems["scores"] += [
         f"task {index}: the score of {name} is another when the same sessions are scored again"
         for index, names in first.changed_scores.items()
@@ -101,59 +87,17 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
     return _report(settings, request, first, problems)
 
 
-@dataclass
-class _CheckProgress:
-    """Tells a person which way of asking is on, and at which task it is.
-
-    Attributes:
-        tell: shows a line.
-        num_ways: there are.
-    """
-
-    tell: Callable[[str], None]
-    num_ways: int
-    _way: str = ""
-    _number: int = 0
-
-    def begin(self, way: str) -> None:
-        """The next way is on."""
-        self._number += 1
-        self._way = f"{self._number} of {self.num_ways}, {way}"
-        self.tell(self._way)
-
-    def at(self, task: str) -> None:
-        """It is at a task."""
-        self.tell(f"{self._way}, {task}")
-
-
-async def _ask_here(
-    settings: EnvironmentConfig, request: Request, progress: _CheckProgress
-) -> tuple[Findings, list[Way]]:
-    """Ask in this process: one object twice, then a new one, the last task first."""
+async def _ask_here(settings: EnvironmentConfig, request: Request) -> tuple[Findings, dict[str, Findings]]:
+    """Ask one object twice, then a new one, the last task first."""
     environment = load(settings)
-    progress.begin("for the first time")
-    first = await probe(environment, request, progress.at)
-    progress.begin("again")
-    again = Way("made again", await probe(environment, request, progress.at))
-    new = load(settings)
-    progress.begin("a new object, in another order")
-    backwards = await probe(new, msgspec.structs.replace(request, is_reversed=True), progress.at)
-    return first, [again, Way("made by a new object in another order", backwards)]
+    first = await probe(environment, request)
+    again = await probe(environment, request)
+    backwards = await probe(load(settings), msgspec.structs.replace(request, is_reversed=True))
+    return first, {"made again": again, "made by a new object in another order": backwards}
 
 
 def _hash_seeds() -> list[str]:
     return [seed for seed in _HASH_SEEDS if seed != os.environ.get("PYTHONHASHSEED")][:3]
-
-
-def _ask_elsewhere(request: Request, progress: _CheckProgress) -> list[Way]:
-    """Ask in other processes, with other orders of sets; the first of them plays, too."""
-    ways = []
-    for number, hash_seed in enumerate(_hash_seeds()):
-        progress.begin("in another process")
-        one = request if number == 0 else msgspec.structs.replace(request, num_played=0)
-        name = f"made in another process (PYTHONHASHSEED={hash_seed})"
-        ways.append(Way(name, _probe_in_process(one, hash_seed)))
-    return ways
 
 
 def _probe_in_process(request: Request, hash_seed: str) -> Findings:
@@ -164,7 +108,7 @@ def _probe_in_process(request: Request, hash_seed: str) -> Findings:
         command = module_command("holdfast.commands.environments_probe", str(path))
 
         def ask() -> subprocess.CompletedProcess[bytes]:
-            # What it prints, it has said in this one.
+            # stdout repeats what this process already printed.
             asked, quiet = msgspec.json.encode(request), subprocess.DEVNULL
             return subprocess.run(command, input=asked, env=environment, stdout=quiet, stderr=subprocess.PIPE)
 
@@ -182,21 +126,20 @@ def _probe_in_process(request: Request, hash_seed: str) -> Findings:
     return found
 
 
-def _task_differences(first: Findings, way: Way) -> list[str]:
+def _task_differences(first: Findings, found: Findings, way: str) -> list[str]:
     lines = []
     for index, parts in first.tasks.items():
-        other = way.found.tasks.get(index)
-        if other is not None and other != parts:
-            names = [name for name in {**parts, **other} if parts.get(name) != other.get(name)]
-            lines.append(f"task {index} is another when it is {way.name}: {', '.join(names)}")
+        other = found.tasks.get(index, parts)
+        if names := [name for name in {**parts, **other} if parts.get(name) != other.get(name)]:
+            lines.append(f"task {index} is another when it is {way}: {', '.join(names)}")
     return lines
 
 
 def _differences(
-    first: Mapping[int, Mapping[str, str]], other: Mapping[int, Mapping[str, str]], what: str, way: Way
+    first: Mapping[int, Mapping[str, str]], other: Mapping[int, Mapping[str, str]], what: str, way: str
 ) -> list[str]:
     return [
-        f"task {index}: {what} {name} is another when it is {way.name}"
+        f"task {index}: {what} {name} is another when it is {way}"
         for index, values in other.items()
         for name, value in values.items()
         if value != first.get(index, {}).get(name, value)
@@ -207,40 +150,37 @@ def _report(
     settings: EnvironmentConfig, request: Request, first: Findings, problems: Mapping[str, Sequence[str]]
 ) -> Report:
     different = len({tuple(sorted(parts.items())) for parts in first.tasks.values()})
+    num_sessions = sum(map(len, first.sessions.values()))
+    counts = {"tasks": 1, "prompts": len(first.lengths), "template": num_sessions, "sessions": num_sessions}
+    counts["scores"] = len(first.scores)
     notes = {
         "tasks": f"{len(first.tasks)}, {different} of them different; made again, in another order, in other processes",
         "prompts": f"the longest has {max(first.lengths, default=0)} of {request.seq_len} tokens",
-        "template": f"writes earlier turns anew: {first.num_split} sessions split into branches"
-        if first.num_split
-        else "writes all that was said",
-        "sessions": f"{sum(map(len, first.sessions.values()))} with scripted answers",
+        "template": "writes all that was said",
+        "sessions": f"{num_sessions} with scripted answers",
         "scores": f"of {len(first.scores)} tasks: the same every time, finite, one for each session",
     }
-    states = {name: "FAILED" if problems[name] else "OK" for name in CHECKS}
+    if first.num_split:
+        notes["template"] = f"writes earlier turns anew: {first.num_split} sessions split into branches"
     if first.is_plain:
         notes["prompts"] = "well formed; whether they fit is not known without a model's template"
-    counts = {
-        "prompts": len(first.lengths),
-        "template": sum(map(len, first.sessions.values())),
-        "sessions": sum(map(len, first.sessions.values())),
-        "scores": len(first.scores),
-    }
-    for name, count in counts.items():
-        if count == 0 and not problems[name]:
-            states[name], notes[name] = "not checked", "no task got this far"
-    if request.model is None and not problems["template"]:
-        states["template"], notes["template"] = "not checked", "needs --model.name"
-    rows = [(name, states[name], "" if problems[name] else notes[name]) for name in CHECKS]
-    lines: list[str] = []
+    states = {name: "FAILED" if problems[name] else "OK" for name in CHECKS}
     for name in CHECKS:
-        shown = list(dict.fromkeys(problems[name]))
-        lines += [f"{name}: {line}" for line in shown[:_MOST_LINES]]
-        if len(shown) > _MOST_LINES:
-            lines.append(f"{name}: and {len(shown) - _MOST_LINES} more")
+        if problems[name]:
+            notes[name] = ""
+        elif name == "template" and request.model is None:
+            states[name], notes[name] = "not checked", "needs --model.name"
+        elif not counts[name]:
+            states[name], notes[name] = "not checked", "no task got this far"
+    unique = {name: list(dict.fromkeys(problems[name])) for name in CHECKS}
+    lines: list[str] = []
+    for name, found in unique.items():
+        lines += [f"{name}: {line}" for line in found[:_MOST_LINES]]
+        if len(found) > _MOST_LINES:
+            lines.append(f"{name}: and {len(found) - _MOST_LINES} more")
     document = {
         "id": settings.id,
-        "checks": [
-            {"check": name, "state": states[name], "problems": list(dict.fromkeys(problems[name]))} for name in CHECKS
-        ],
+        "checks": [{"check": name, "state": states[name], "problems": unique[name]} for name in CHECKS],
     }
+    rows = [(name, states[name], notes[name]) for name in CHECKS]
     return Report(document, [Grid(("check", "state", "found"), rows), *([""] if lines else [])], problems=lines)

@@ -14,7 +14,7 @@ import enum
 import functools
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, text_of
 from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import PromptTooLong, result_of
-from holdfast.orchestrator.env.interface import Environment, HistoryRewritten, Score, Session, Task, as_messages
+from holdfast.orchestrator.env.interface import Environment, HistoryRewritten, Session, Task, as_messages
 from holdfast.orchestrator.env.registry import load_environment
 from holdfast.orchestrator.env.tool_loop import ToolUse, tool_use_of
 from holdfast.orchestrator.episodes import (
@@ -46,7 +46,7 @@ from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, Sampling, TokenIds
 
 _START, _END = "<|im_start|>", "<|im_end|>"
-# ChatML, with tools and their calls as Hermes and Qwen write them. Nothing that was said is left out later.
+# ChatML, with tools and calls as Hermes and Qwen write them. It never drops earlier text.
 _TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\nTools, to be called as "
     '<tool_call>{"name": "...", "arguments": {...}}</tool_call>:\' }}'
@@ -82,7 +82,7 @@ def parts_of(task: Any) -> dict[str, str]:
 
 
 def _prompt_of(task: Task) -> Any:
-    """Return the prompt with its messages as dicts: one form is as good as the other."""
+    """Return the prompt with its messages as dicts."""
     if isinstance(task.prompt, str):
         return task.prompt
     try:
@@ -131,14 +131,14 @@ _PLAIN_SEQ_LEN = 1 << 20
 
 
 class Request(msgspec.Struct):
-    """What is asked, and how.
+    """What to ask of an environment.
 
     Attributes:
-        settings: of the environment, as JSON.
-        num_tasks: made, from index 0 on.
-        num_played: of them are played and scored, the first ones.
-        is_reversed: the last task first.
+        settings: its `EnvironmentConfig`, as JSON.
+        num_tasks: tasks to make, from index 0 on.
+        num_played: how many of the first tasks to play and score.
         model: whose tokenizer and template; None: a token for each byte, and no limit.
+        is_reversed: make the last task first.
     """
 
     settings: str
@@ -156,17 +156,17 @@ class Request(msgspec.Struct):
 
 
 class Findings(msgspec.Struct):
-    """What came out.
+    """The results of one probe.
 
     Attributes:
         tasks: index -> part of the task -> digest.
         sessions: index -> name of the answer -> digest of its tokens and mask.
         scores: index -> name of the answer -> its score among the others, as canonical text.
-        changed_scores: index -> names of the answers whose score was another when the same sessions were scored again.
-        num_split: sessions that split, as the template wrote their history anew.
+        changed_scores: index -> names of the answers that got another score when the same sessions were scored again.
+        num_split: sessions with several branches, because the template rewrote their history.
         lengths: tokens of each prompt.
-        is_plain: they are bytes: no model was named, or its template does not suit the environment.
-        failures: check -> what failed, once for each place.
+        is_plain: tokens are bytes: no model was named, or its template does not suit the environment.
+        failures: check -> messages, each once.
     """
 
     tasks: dict[int, dict[str, str]] = {}
@@ -180,13 +180,13 @@ class Findings(msgspec.Struct):
 
     def fail(self, check: str, what: object) -> None:
         """Note a failure, once."""
-        said = self.failures.setdefault(check, [])
-        if str(what) not in said:
-            said.append(str(what))
+        messages = self.failures.setdefault(check, [])
+        if str(what) not in messages:
+            messages.append(str(what))
 
 
 def answers_to(task: Task, environment: Environment) -> dict[str, str]:
-    """Return what a policy might say, by name: it says that in every turn."""
+    """Return answers of a policy by name, each given in every turn."""
     answers = {
         "the right answer": task.answer,
         "an empty answer": "",
@@ -200,7 +200,7 @@ def answers_to(task: Task, environment: Environment) -> dict[str, str]:
 
 
 class Scripted:
-    """Says the same in every turn."""
+    """Gives the same answer in every turn."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self._ids = [*tokenizer.encode(text), *tokenizer.stop_token_ids[:1]]
@@ -211,123 +211,107 @@ class Scripted:
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        """Return the answer, as much of it as there is room for."""
+        """Return the answer, cut to `max_tokens`."""
         ids = self._ids[:max_tokens] or [0]
         reason = "stop" if len(self._ids) <= max_tokens else "length"
         return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), reason, [])
 
 
-def tokenizer_of(request: Request) -> tuple[Tokenizer, int]:
-    """Return the tokenizer that a request names, and how many tokens a session may have."""
-    if request.model is None:
-        return plain_tokenizer(), _PLAIN_SEQ_LEN
-    return load_tokenizer(request.model), request.seq_len
-
-
-async def probe(environment: Environment, request: Request, tell: Callable[[str], None] | None = None) -> Findings:
-    """Make the tasks, play and score the first of them, and return what came out.
-
-    Args:
-        tell: is told which task is on.
-    """
+async def probe(environment: Environment, request: Request) -> Findings:
+    """Make the tasks, play and score the first of them, and return the results."""
     found = Findings(is_plain=request.model is None)
-    config, (tokenizer, seq_len) = request.config, tokenizer_of(request)
-    try:
-        tool_use = tool_use_of(environment, config, tokenizer)
-    except ConfigError as error:  # the template leaves tools out
-        found.fail("template", error)
-        found.is_plain = True
-        tokenizer, seq_len = plain_tokenizer(), _PLAIN_SEQ_LEN
-        tool_use = tool_use_of(environment, config, tokenizer)
+    config = request.config
+    tokenizer, seq_len = plain_tokenizer(), _PLAIN_SEQ_LEN
+    tool_use = tool_use_of(environment, config, tokenizer)
+    if request.model is not None:
+        try:
+            named = load_tokenizer(request.model)
+            tool_use = tool_use_of(environment, config, named)
+            tokenizer, seq_len = named, request.seq_len
+        except ConfigError as error:  # the template leaves tools out
+            found.fail("template", error)
+            found.is_plain = True
     order = range(request.num_tasks)
     async with judging():
-        for number, index in enumerate(reversed(order) if request.is_reversed else order, start=1):
-            if tell is not None:
-                tell(f"task {number} of {request.num_tasks}")
+        for index in reversed(order) if request.is_reversed else order:
             problem = Problem(environment, config, TaskSeed(request.seed, config.label, index))
-            await _Asked(problem, tokenizer, seq_len, tool_use, found).ask(is_played=index < request.num_played)
+            asked = _Asked(problem, tokenizer, seq_len, tool_use, found)
+            await asked.ask(is_played=index < request.num_played)
     return found
 
 
+@dataclasses.dataclass(frozen=True)
 class _Asked:
-    """One task of a probe."""
-
-    def __init__(
-        self, problem: Problem, tokenizer: Tokenizer, seq_len: int, tool_use: ToolUse | None, found: Findings
-    ) -> None:
-        self._problem = problem
-        self._index = problem.seed.index
-        self._tokenizer = tokenizer
-        self._seq_len = seq_len
-        self._tool_use = tool_use
-        self._found = found
+    problem: Problem
+    tokenizer: Tokenizer
+    seq_len: int
+    tool_use: ToolUse | None
+    found: Findings
 
     async def ask(self, *, is_played: bool) -> None:
-        """Make the task, and play it."""
+        index = self.problem.seed.index
         try:
-            async with calling_of(self._problem, "make_task"):
-                task = await result_of(self._problem.here.make_task(self._problem.seed))
-                self._found.tasks[self._index] = parts_of(task)
+            async with calling_of(self.problem, "make_task"):
+                task = await result_of(self.problem.here.make_task(self.problem.seed))
+                self.found.tasks[index] = parts_of(task)
         except EnvironmentFailure as failure:
-            self._found.fail("tasks", failure)
+            self.found.fail("tasks", failure)
             return
         try:
             prompt_ids = prompt_ids_for(
-                task, self._problem, tokenizer=self._tokenizer, seq_len=self._seq_len, tool_use=self._tool_use
+                task, self.problem, tokenizer=self.tokenizer, seq_len=self.seq_len, tool_use=self.tool_use
             )
         except (EnvironmentFailure, PromptTooLong) as failure:
-            self._found.fail("prompts", failure)
+            self.found.fail("prompts", failure)
             return
-        self._found.lengths.append(len(prompt_ids))
-        if is_played:
-            await self._play(task, prompt_ids)
-
-    async def _play(self, task: Task, prompt_ids: list[int]) -> None:
-        sessions: dict[str, Session] = {}
-        for name, text in answers_to(task, self._problem.here).items():
-            sampler = Scripted(self._tokenizer, text)
-            session = Session(
-                prompt_ids,
-                tokenizer=self._tokenizer,
-                sample_turn=functools.partial(sample_turn_of(self._problem, 0, sampler, sampling=PLAIN_SAMPLING), 0),
-                seq_len=self._seq_len,
-                max_tokens=self._seq_len,
-                task=task,
-                tool_use=self._tool_use,
-                keeps_history=self._problem.settings.history == "keep",
-                max_branches=self._problem.settings.max_branches,
-            )
-            try:
-                await play_session(session, task, self._problem)
-            except EnvironmentFailure as failure:
-                check = "template" if isinstance(failure.__cause__, HistoryRewritten) else "sessions"
-                self._found.fail(check, f"{name}: {failure}")
-                continue
-            sessions[name] = session
-            self._found.num_split += len(session.branch_starts) > 1
-        self._found.sessions[self._index] = {
+        self.found.lengths.append(len(prompt_ids))
+        if not is_played:
+            return
+        sessions = {
+            name: session
+            for name, text in answers_to(task, self.problem.here).items()
+            if (session := await self._play(name, text, task, prompt_ids)) is not None
+        }
+        self.found.num_split += sum(len(session.branch_starts) > 1 for session in sessions.values())
+        self.found.sessions[index] = {
             name: digest_of([session.token_ids.tobytes(), session.loss_mask.tobytes(), repr(session.branch_starts)])
             for name, session in sessions.items()
         }
-        await self._score(task, sessions)
-
-    async def _score(self, task: Task, sessions: dict[str, Session]) -> None:
-        """Score the sessions as a group, again, and each alone."""
         first = await self._scores(task, sessions, "all answers in one group")
         again = await self._scores(task, sessions, "the same sessions, scored again") if first else {}
-        self._found.scores[self._index] = {name: canonical(score) for name, score in first.items()}
-        changed = [name for name, score in again.items() if canonical(score) != self._found.scores[self._index][name]]
-        self._found.changed_scores[self._index] = changed
+        self.found.scores[index] = first
+        self.found.changed_scores[index] = [name for name, score in again.items() if score != first[name]]
         for name, session in sessions.items():
             await self._scores(task, {name: session}, f"{name}, alone in its group")
 
-    async def _scores(self, task: Task, sessions: dict[str, Session], what: str) -> dict[str, Score]:
+    async def _play(self, name: str, text: str, task: Task, prompt_ids: list[int]) -> Session | None:
+        sampler = Scripted(self.tokenizer, text)
+        session = Session(
+            prompt_ids,
+            tokenizer=self.tokenizer,
+            sample_turn=functools.partial(sample_turn_of(self.problem, 0, sampler, sampling=PLAIN_SAMPLING), 0),
+            seq_len=self.seq_len,
+            max_tokens=self.seq_len,
+            task=task,
+            tool_use=self.tool_use,
+            keeps_history=self.problem.settings.history == "keep",
+            max_branches=self.problem.settings.max_branches,
+        )
         try:
-            scores = await score_sessions(list(sessions.values()), task, self._problem) if sessions else []
+            await play_session(session, task, self.problem)
         except EnvironmentFailure as failure:
-            self._found.fail("scores", f"{what}: {failure}")
+            check = "template" if isinstance(failure.__cause__, HistoryRewritten) else "sessions"
+            self.found.fail(check, f"{name}: {failure}")
+            return None
+        return session
+
+    async def _scores(self, task: Task, sessions: dict[str, Session], what: str) -> dict[str, str]:
+        try:
+            scores = await score_sessions(list(sessions.values()), task, self.problem) if sessions else []
+        except EnvironmentFailure as failure:
+            self.found.fail("scores", f"{what}: {failure}")
             return {}
-        return dict(zip(sessions, scores, strict=True))
+        return {name: canonical(score) for name, score in zip(sessions, scores, strict=True)}
 
 
 def main(argv: list[str]) -> None:

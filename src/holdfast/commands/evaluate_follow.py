@@ -1,4 +1,4 @@
-"""`evaluate --follow`: the checkpoints of a run that trains, evaluated one after the other as they come.
+"""`evaluate --follow`: evaluates the checkpoints of a run one after the other, as they appear.
 
 `python -m holdfast.commands.evaluate_follow <resolved.toml>` is what `sft` and `dpo` start beside their trainer for
 `--eval.interval`. See docs/decisions.md.
@@ -64,14 +64,11 @@ class FollowedRun:
 
     @classmethod
     def read(cls, run: Path) -> FollowedRun:
-        """Return what the settings of the newest attempt say.
-
-        Raises:
-            DataError: `run` holds no run, or none that trains a policy.
-        """
+        """Return what the settings of the newest attempt say. Raise DataError if `run` holds no run, or none that
+        trains a policy."""
         run_dir = RunDir(run)
         if not run_dir.holds_run():
-            raise DataError(f"run = {run} is no run directory: it has no run.json (from {Path.cwd()})")
+            raise DataError(f"run = {run} is not a run directory: it has no run.json (from {Path.cwd()})")
         attempts = list(_settings_of_attempts(run_dir))
         if not attempts:
             raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")
@@ -86,16 +83,12 @@ class FollowedRun:
         return [0, *wanted] if self.base is not None else wanted
 
     def is_over(self) -> bool:
-        """Whether no further checkpoint comes: the last one is there, or nobody trains."""
+        """Whether no further checkpoint comes: the last step is saved, or the run has ended."""
         return self.max_steps in self.run_dir.committed_steps() or not self.run_dir.is_under_way()
 
 
 def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
-    """Yield the settings of the trainer, of the newest attempt first.
-
-    Raises:
-        DataError: it trains no policy.
-    """
+    """Yield the settings of the trainer, of the newest attempt first. Raise DataError if it trains no policy."""
     for attempt in range(run_dir.next_attempt() - 1, 0, -1):
         for program in PROGRAMS:
             path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
@@ -115,14 +108,9 @@ def _base_of(settings: dict[str, Any]) -> ModelConfig | None:
 
 
 def follow(config: EvaluateConfig) -> int:
-    """Evaluate every due step of the run that `config` names, until the run is over; return the exit code.
-
-    Each has a directory of its own. What is finished there is never begun again, what was cut off goes on.
-
-    Raises:
-        ConfigError: the run evaluates itself, or what is asked cannot be.
-        HoldfastError: what else cannot be used, or what ended an evaluation.
-    """
+    """Evaluate every due step of the run that `config` names, until the run is over; return the exit code. Each has a
+    directory of its own. Finished evaluations are kept, unfinished ones continued. Raise ConfigError if
+    the run evaluates itself; HoldfastError for settings that cannot be used, or what ended an evaluation."""
     directory = config.run
     assert directory is not None, "a run is followed"
     run = FollowedRun.read(directory)
@@ -166,11 +154,8 @@ def _missing(config: EvaluateConfig, run: FollowedRun) -> list[int]:
 
 
 def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
-    """Whether the weights that `step` has now are evaluated.
-
-    A run that is resumed sets evaluations of later steps aside in its own directory; elsewhere they may be of weights
-    that were discarded.
-    """
+    """Whether the weights that `step` has now are evaluated. A run that is resumed sets evaluations of later steps
+    aside in its own directory; elsewhere they may be of weights that were discarded."""
     path = _directory(config, step)
     if not (path / SUMMARY_NAME).exists():
         return False
@@ -192,7 +177,6 @@ def _directory(config: EvaluateConfig, step: int) -> Path:
 
 
 def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervisor: Supervisor) -> int:
-    """Evaluate one step; return the exit code."""
     directory = RunDir(_directory(config, step))
     if (directory.path / SUMMARY_NAME).exists():
         what = f"not of the weights that step {step} has now, or damaged"
@@ -201,7 +185,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     one = config.model_copy(deep=True, update={"output_dir": directory.path, "follow": False, "interval": None})
     if step:
         one.step = step
-        # Noted before it is exported: it says of which weights the answers are.
+        # Noted before the export: the name identifies the weights of the answers.
         with contextlib.suppress(FileNotFoundError):  # told below
             one.inference.model.name = str(directory.path / name_of_export(run.run_dir, step))
     else:
@@ -213,7 +197,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     prepare_directory(one, directory)
     if step:
         try:
-            # Exported in any case: what is published has other bytes, and goes with the next step.
+            # Exported in any case: published weights have other bytes, and are removed with the next step.
             weights = weights_of_step(run.run_dir.path, step, directory.path, takes_published=False)
         except (CheckpointError, TensorWorkFailed) as error:
             if step not in run.run_dir.committed_steps():
@@ -240,34 +224,34 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
 
 
 def _clear_other_evaluation(config: EvaluateConfig, directory: RunDir) -> None:
-    """Remove what was begun there with other tasks, sampling or weights: nobody goes on with it."""
-    path = directory.path / "config" / "evaluate.toml"
-    if not path.exists():
-        return
-    try:
-        before = read_toml(EvaluateConfig, path)
-        differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
-        if _is_of_others(before.inference.model, config.inference.model, directory.path):
-            differing.append("weights")
-        if before.inference.engine.args != config.inference.engine.args:
-            differing.append("inference.engine.args")
-    except ConfigError:  # of another version, or damaged
-        differing = ["settings"]
-    if differing:
-        pass
-    elif (directory.path / IDENTITY_NAME).exists():
-        try:
-            noted = read_identity(directory.path)
-            files = {one.label: noted["environments"][one.label]["files"] for one in config.environments}
-            differing += ["files"] if any(files[one.label] != files_of(one) for one in config.environments) else []
-            differing += ["libraries"] if noted["libraries"] != library_versions() else []
-        except (DataError, LookupError):  # of another version, or damaged
-            differing.append(IDENTITY_NAME)
-    elif (directory.path / ROLLOUTS_NAME).exists():  # of who knows which policy
-        differing.append(IDENTITY_NAME)
-    if differing:
+    """Remove what was begun there with other tasks, sampling or weights: nobody continues it."""
+    if (directory.path / "config" / "evaluate.toml").exists() and (differing := _differing(config, directory.path)):
         print(f"{directory.path} was begun with other {', '.join(differing)}: evaluating it again", flush=True)
         atomic.remove_directory(directory.path)
+
+
+def _differing(config: EvaluateConfig, directory: Path) -> list[str]:
+    try:
+        before = read_toml(EvaluateConfig, directory / "config" / "evaluate.toml")
+    except ConfigError:  # of another version, or damaged
+        return ["settings"]
+    differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
+    if _is_of_others(before.inference.model, config.inference.model, directory):
+        differing.append("weights")
+    if before.inference.engine.args != config.inference.engine.args:
+        differing.append("inference.engine.args")
+    if differing:
+        return differing
+    if not (directory / IDENTITY_NAME).exists():
+        return [IDENTITY_NAME] if (directory / ROLLOUTS_NAME).exists() else []  # rollouts of an unknown policy
+    try:
+        noted = read_identity(directory)
+        files = {one.label: noted["environments"][one.label]["files"] for one in config.environments}
+        differing += ["files"] if any(files[one.label] != files_of(one) for one in config.environments) else []
+        differing += ["libraries"] if noted["libraries"] != library_versions() else []
+    except (DataError, LookupError):  # of another version, or damaged
+        return [IDENTITY_NAME]
+    return differing
 
 
 def _is_of_others(before: ServedModelConfig, now: ServedModelConfig, directory: Path) -> bool:

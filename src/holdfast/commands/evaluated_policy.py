@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.commands.ckpt_dirs import CheckpointDirs
-from holdfast.commands.ckpt_export import export
+from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig, check_server
 from holdfast.config.load import to_toml
@@ -24,13 +23,13 @@ from holdfast.launcher.resume.resume_step import resolve_resume_step
 from holdfast.launcher.supervise import Child, Supervisor
 from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout
-from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation
+from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation, summary_in
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, append
 from holdfast.process.gpus import find_gpus, require_vllm
 from holdfast.process.imports import module_command
 from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
-from holdfast.run.inputs import check_max_len, check_model_path, check_weights_path
+from holdfast.run.inputs import check_model_path, check_weights_path
 from holdfast.run.manifest import MANIFEST_NAME, file_digest, is_committed, verify
 from holdfast.run.run_dir import JUDGEMENTS_NAME, SUMMARY_NAME, RunDir
 from holdfast.run.settings import read_settings
@@ -39,6 +38,60 @@ from holdfast.view.console import code_of_error, event_line, json_lines
 from holdfast.view.follow import Tail
 from holdfast.view.state import LAUNCHER, RunState
 from holdfast.view.tables import Grid, Report, number
+
+
+def evaluate(config: EvaluateConfig) -> int:
+    """Evaluate one policy as `config` says; return the exit code. Raise HoldfastError for settings that cannot be used,
+    or what ended the evaluation."""
+    config = with_settings_of_run(config)
+    directory = RunDir(config.output_dir)
+    step = None
+    if config.run is not None:
+        step = unfinished_step(config, directory)
+        step = step_of_run(config.run, config.step) if step is None else step
+        config.step = step  # noted in the settings: when the command is repeated, `latest` is another step
+    check_servable(config)
+    if config.dry_run:
+        print(f"resolved configuration: {write_settings(config, directory.path / 'config' / 'dry_run')}")
+        print(f"would evaluate {_named(config, step)} in {directory.path}")
+        return 0
+    # Also before the lock: a refused command leaves no file, and `evaluate --follow` does not wait for its lock.
+    _refuse_followed(directory.path.parent)
+    directory.lock()
+    _refuse_followed(directory.path.parent)
+    prepare_directory(config, directory)
+    if config.run is not None and step is not None:
+        try:
+            weights = weights_of_step(config.run, step, directory.path)
+        except TensorWorkFailed as failure:
+            return failure.exit_code
+        config.inference.model = config.inference.model.model_copy(update={"name": str(weights)})
+    elif config.model is not None:
+        model = served_model(config, config.model.name)
+        config.inference.model = config.inference.model.model_copy(update=model.model_dump())
+    print(f"evaluating {_named(config, step)}", flush=True)
+    with Supervisor() as supervisor:
+        code = run_evaluation(config, directory, supervisor)
+    if code == 0:
+        tell_result(summary_in(directory.path), directory.path, step=step)
+    return code
+
+
+def _refuse_followed(place: Path) -> None:
+    """Refuse a step's directory of evaluations that follow a run, which are made by one process."""
+    directory = RunDir(place)
+    if directory.is_under_way() and not directory.holds_run():
+        raise RunDirError(
+            f"{place} is written by `evaluate --follow`, or by a run that evaluates its steps (eval). Choose another "
+            "--output-dir, or wait for it."
+        )
+
+
+def _named(config: EvaluateConfig, step: int | None) -> str:
+    if config.run is not None:
+        return f"step {step} of {config.run}"
+    assert config.model is not None, "an evaluation has a policy"
+    return config.model.name
 
 
 def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
@@ -61,16 +114,12 @@ def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
 
 
 def step_of_run(run: Path, wanted: int | str) -> int:
-    """Return the step that is meant, which has a checkpoint that is whole, or weights that are published.
-
-    Raises:
-        DataError: there is no run.
-        CheckpointError: the step is not there or damaged, listing those that are.
-    """
+    """Return the step that is meant, which has a checkpoint that is whole, or weights that are published. Raise
+    DataError if there is no run; CheckpointError if the step is not there or damaged, listing those that are."""
     run_dir = RunDir(run)
     if not run_dir.holds_run():
         raise DataError(
-            f"run = {run} is no run directory: it has no run.json (from {Path.cwd()}). "
+            f"run = {run} is not a run directory: it has no run.json (from {Path.cwd()}). "
             "Name the output directory of one."
         )
     if wanted == "latest":
@@ -92,7 +141,7 @@ def unfinished_step(config: EvaluateConfig, directory: RunDir) -> int | None:
     if config.step != "latest" or config.clean or config.run is None or not path.exists():
         return None
     if (directory.path / SUMMARY_NAME).exists():
-        with contextlib.suppress(DataError):  # damaged: it is played again, and of the same step
+        with contextlib.suppress(DataError):  # damaged: the same step is evaluated again
             read_evaluation(directory.path)
             return None
     before = read_settings(path)
@@ -108,14 +157,13 @@ def unfinished_step(config: EvaluateConfig, directory: RunDir) -> int | None:
 def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: bool = True) -> Path:
     """Return a directory with the weights of a step: what the run has published, else an export below `directory`.
 
-    What is published may go away while the run trains on, so then a checkpoint is exported if there is one.
+    A run that trains may remove published weights, so then a checkpoint is exported if there is one.
 
     Args:
         takes_published: False: a checkpoint is exported in any case.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged, or gone.
-        TensorWorkFailed: it could not be exported, which has been said.
+    Raise CheckpointError if the checkpoint is damaged, or gone; TensorWorkFailed if the export failed, which is
+    reported.
     """
     run_dir = RunDir(run)
     has_checkpoint = step in run_dir.committed_steps()
@@ -134,17 +182,14 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
     resolve_resume_step(run_dir, step)
     model = read_settings(run_dir.checkpoint(step) / TRAINER_DIR / CONFIG_NAME).get("model", {})
     base = model.get("name") if model.get("lora") else None
-    export(CheckpointDirs(run), step=str(step), to=target, dtype=None, max_shard_size=None, base=base)
+    export(CheckpointDirs(run), step=str(step), to=target, dtype=None, base=base)
     return target
 
 
 def name_of_export(run_dir: RunDir, step: int) -> str:
-    """Return the name of what is exported of the checkpoint that `step` has now.
-
-    Raises:
-        FileNotFoundError: it has none.
-    """
-    # By what it is made of: another run has this step as well, and this one may train it again.
+    """Return the name of what is exported of the checkpoint that `step` has now. Raise FileNotFoundError if it has
+    none."""
+    # By its content: other runs have this step, too, and this run may train it again.
     return f"model_step_{step}_{file_digest(run_dir.checkpoint(step) / MANIFEST_NAME)[:12]}"
 
 
@@ -239,7 +284,7 @@ def comparison_report(comparison: Comparison, first: Path, second: Path) -> Repo
 
 
 def _said(first: EvaluatedRollout, second: EvaluatedRollout) -> list[str]:
-    """Return the lines about one task: its prompt, and what each of the two policies made of it."""
+    """Return the lines about one task: its prompt and the answers of both policies."""
     prompt = "".join(turn.text for turn in first.turns[:1] if not turn.sampled)
     lines = ["", f"{first.environment}, task {first.task}: {printable(prompt)}"]
     for name, rollout in (("A", first), ("B", second)):
@@ -267,19 +312,15 @@ def _plain(value: Any) -> str:
 
 _MAX_RESTARTS = 3
 _RESTART_WINDOW_S = 600.0
-# In the order of their removal: what was found goes before the file that says whose it is.
+# In the order of their removal: results before the settings that they belong to.
 _OURS = (SUMMARY_NAME, ROLLOUTS_NAME, "rollouts", IDENTITY_NAME, JUDGEMENTS_NAME, "run.json", "logs", "config")
 
 
 def check_servable(config: EvaluateConfig) -> None:
-    """Check what can be before anything is started.
-
-    Raises:
-        ConfigError, DataError: what cannot be used.
-    """
+    """Check what can be before anything is started. Raise ConfigError or DataError for what cannot be used."""
     if not config.environments:
         raise ConfigError(
-            f"environments is needed: run = {config.run} is no run of rl, which has some. Give [[environments]] with "
+            f"environments is needed: run = {config.run} is not a run of rl. Give [[environments]] with "
             'an `id` in a file, or --environments \'[{"id": "NAME"}]\'; `environments ls` lists them.'
         )
     require_vllm()
@@ -290,27 +331,21 @@ def check_servable(config: EvaluateConfig) -> None:
         check_server(config.inference, seq_len=config.seq_len)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if config.model is not None:
-        check_max_len(config.inference, config.model.name, key="inference.model")
     check_in_child("holdfast.orchestrator.check", config, "evaluation")
 
 
 def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
-    """Make the directory one of an evaluation.
-
-    Raises:
-        RunDirError: it holds a run.
-    """
+    """Make the directory one of an evaluation. Raise RunDirError if it holds a run."""
     path = directory.path
-    if directory.holds_run() and not (path / "config" / "evaluate.toml").exists():
+    is_ours = (path / "config" / "evaluate.toml").exists()  # else files of these names belong to somebody else
+    if directory.holds_run() and not is_ours:
         raise RunDirError(
             f"{path} holds a run. An evaluation needs a directory of its own: choose another with --output-dir."
         )
-    is_ours = (path / "config" / "evaluate.toml").exists()  # else what has these names is not ours
     if is_ours:
         atomic.clear_leftovers(path)
     if config.clean and is_ours:
-        # Its settings last: while they are there, the same command finds the rest after a kill.
+        # Its settings last: with them, the same command removes the rest after a kill.
         remove_exports(path)
         for name in _OURS:
             entry = path / name
@@ -321,12 +356,12 @@ def prepare_directory(config: EvaluateConfig, directory: RunDir) -> None:
     if is_ours and directory.holds_run():
         try:
             directory.identity()
-        except RunDirError as damage:  # it says who the owner of its server is, and no more
+        except RunDirError as damage:  # it only names the owner of the server
             print(f"WARNING: {str(damage).split(': ')[0]}: the evaluation gets another id", flush=True)
             (path / "run.json").unlink()
     write_settings(config, path / "config")
-    atomic.clear_leftovers(path / "config")  # from here on it is ours in any case
-    directory.create()  # so that its server is its own: nobody else can push weights to it
+    atomic.clear_leftovers(path / "config")  # with its settings written, the directory is ours
+    directory.create()  # reserves its server: no run can push weights to it
 
 
 def remove_exports(path: Path) -> None:
@@ -336,11 +371,8 @@ def remove_exports(path: Path) -> None:
 
 
 def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Supervisor) -> int:
-    """Run server and evaluation to the end; return the exit code. Nothing of them runs on.
-
-    Raises:
-        ProcessDied: one of them failed.
-    """
+    """Run server and evaluation to the end; return the exit code. Nothing of them runs on. Raise ProcessDied if one of
+    them failed."""
     path = directory.path
     server = config.inference.server
     held = reserve_first_free(server.host, server.port)
@@ -381,7 +413,7 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
         return code
     finally:
         supervisor.stop()
-        # Who evaluates one step after another has one supervisor: by a later one their process ids may be others'.
+        # `--follow` keeps one supervisor: by the next step, other processes may have these ids.
         supervisor.children.clear()
         tail.refresh()
         release_all(held)
@@ -411,8 +443,6 @@ def _stopped(supervisor: Supervisor, number: int, path: Path) -> int:
 
 
 class _PhasePrinter:
-    """Prints the phases of the processes as they come."""
-
     def __init__(self, events: Path) -> None:
         self._events = Tail(events)
         list(self._events)  # those of an earlier attempt

@@ -1,15 +1,15 @@
-"""The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines or Parquet.
+"""The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines.
 
 `show STEP [--problem I]`, `stats [STEP ...]` and `export STEP ... --to FILE`. The command verifies every batch against
-its manifest before it shows or writes anything. An export has one rollout per line or row, with the step and the policy
-version of its batch.
+its manifest before it shows or writes anything. An export has one rollout per line, with the
+step and the policy version of its batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,95 +26,11 @@ from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_b
 from holdfast.view.tables import Grid, Report, number, working
 
 
-def check_target(path: Path) -> None:
-    """Refuse a file that exists or that has no known format.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    if path.suffix not in _WRITERS:
-        raise ConfigError(f"--to {path}: the name must end in {' or '.join(_WRITERS)}, which says the format.")
-    if path.exists():
-        raise ConfigError(f"--to {path} exists already; nothing is written over. Name a new file.")
-
-
-def write_rollouts(path: Path, batches: Iterable[Batch]) -> int:
-    """Write `batches` to the new file `path`, one in memory at a time; return how many rollouts they hold.
-
-    Raises:
-        RunDirError: it cannot be written; then nothing is left.
-    """
-    temporary = atomic.temporary_sibling(path)
-    try:
-        atomic.make_directory(path.parent.absolute())
-        count = _WRITERS[path.suffix](temporary, batches)
-        atomic.fsync_file(temporary)
-        os.rename(temporary, path)
-        atomic.fsync_directory(path.parent)
-    except OSError as error:
-        raise RunDirError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
-
-
 def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
     head = {"step": batch.step, "policy_version": batch.policy_version}
     for rollout in batch.rollouts:
         row = msgspec.to_builtins(rollout, enc_hook=list_packed)
         yield head | row.pop("sampling") | row
-
-
-def _write_lines(path: Path, batches: Iterable[Batch]) -> int:
-    count = 0
-    with open(path, "wb") as file:
-        for batch in batches:
-            for row in _rows(batch):
-                file.write(msgspec.json.encode(row) + b"\n")
-                count += 1
-    return count
-
-
-def _write_parquet(path: Path, batches: Iterable[Batch]) -> int:
-    import pyarrow
-    from pyarrow import parquet
-
-    span = pyarrow.struct([(name, pyarrow.int64()) for name in ("version", "start", "end")])
-    steps = pyarrow.struct([("places", pyarrow.list_(pyarrow.int32())), ("rewards", pyarrow.list_(pyarrow.float64()))])
-    schema = pyarrow.schema(
-        [
-            ("step", pyarrow.int64()),
-            ("policy_version", pyarrow.int64()),
-            ("temperature", pyarrow.float64()),
-            ("top_p", pyarrow.float64()),
-            ("top_k", pyarrow.int64()),
-            ("min_p", pyarrow.float64()),
-            ("environment", pyarrow.string()),
-            ("task_id", pyarrow.int64()),
-            ("sample_index", pyarrow.int64()),
-            ("level", pyarrow.int64()),
-            ("token_ids", pyarrow.list_(pyarrow.int32())),
-            ("loss_mask", pyarrow.list_(pyarrow.bool_())),
-            ("logprobs", pyarrow.list_(pyarrow.float32())),
-            ("versions", pyarrow.list_(span)),
-            ("reward", pyarrow.float64()),
-            ("truncated", pyarrow.bool_()),
-            ("metrics", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
-            ("reference_logprobs", pyarrow.list_(pyarrow.float32())),
-            ("step_rewards", steps),
-            ("branch_starts", pyarrow.list_(pyarrow.int64())),
-        ]
-    )
-    count = 0
-    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for batch in batches:
-            rows = [row | {"metrics": list(row["metrics"].items())} for row in _rows(batch)]
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
-            count += len(rows)
-    return count
-
-
-_WRITERS: dict[str, Callable[[Path, Iterable[Batch]], int]] = {".jsonl": _write_lines, ".parquet": _write_parquet}
 
 
 _EPILOG = (
@@ -124,11 +40,8 @@ _EPILOG = (
 
 
 def main(argv: list[str]) -> int:
-    """Run one subcommand; return 0, or 1 when a batch is damaged.
-
-    Raises:
-        HoldfastError: a mistake in the command, or something that is missing or damaged.
-    """
+    """Run one subcommand; return 0, or 1 when a batch is damaged. Raise HoldfastError for a mistake in the command, or
+    something that is missing or damaged."""
     arguments = parse(argv)
     run_dir = RunDir(arguments.output_dir)
     if arguments.command == "show":
@@ -142,15 +55,8 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes.
-
-    Raises:
-        ConfigError: one that cannot be used.
-    """
-    return _subcommands().parse(argv)
-
-
-def _subcommands() -> Subcommands:
+    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes. Raise ConfigError for one
+    that cannot be used."""
     subcommands = Subcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
     show_parser = subcommands.add("show", "Show the problems of one batch, or the rollouts of one problem.")
     show_parser.add_argument("step", metavar="STEP")
@@ -159,17 +65,13 @@ def _subcommands() -> Subcommands:
     stats_parser.add_argument("steps", nargs="*", metavar="STEP", help="all batches if none is named")
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
     export_parser.add_argument("steps", nargs="+", metavar="STEP")
-    export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new .jsonl or .parquet file")
-    return subcommands
+    export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new file of JSON lines")
+    return subcommands.parse(argv)
 
 
 def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
-    """Show the problems of one batch, or every turn of one of its problems.
-
-    Raises:
-        CheckpointError: the batch is not there, or damaged.
-        ConfigError: there is no such problem, or STEP means several batches.
-    """
+    """Show the problems of one batch, or every turn of one of its problems. Raise CheckpointError if the batch is not
+    there, or damaged; ConfigError if there is no such problem, or STEP means several batches."""
     directories = find_batches(run_dir, [step])
     if len(directories) != 1:
         raise ConfigError(f"show takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several.")
@@ -371,20 +273,26 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
 
 
 def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
-    """Write the rollouts of some batches to a new file; nothing is written if one of them is damaged.
-
-    Raises:
-        CheckpointError: naming the damaged file; or there are no batches.
-        ConfigError: the file exists, or ends neither in .jsonl nor in .parquet.
-        RunDirError: it cannot be written.
-    """
-    check_target(to)
+    """Write the rollouts of some batches to a new file, or nothing. Raise CheckpointError if a batch is damaged or
+    there are none; ConfigError if the file exists; RunDirError if it cannot be written."""
+    if to.exists():
+        raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new file.")
     directories = find_batches(run_dir, steps)
     if not directories:
         raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")
-    for directory in directories:
-        read_batch_at(directory)
-    with working(f"writing {to}"):
-        count = write_rollouts(to, map(read_batch_at, directories))
+    temporary, count = atomic.temporary_sibling(to), 0
+    try:
+        atomic.make_directory(to.parent.absolute())
+        with working(f"writing {to}"), open(temporary, "wb") as file:
+            for row in (row for directory in directories for row in _rows(read_batch_at(directory))):
+                file.write(msgspec.json.encode(row) + b"\n")
+                count += 1
+        atomic.fsync_file(temporary)
+        os.rename(temporary, to)
+        atomic.fsync_directory(to.parent)
+    except OSError as error:
+        raise RunDirError(f"{to} cannot be written: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
     document = {"path": str(to), "batches": len(directories), "rollouts": count, "size_bytes": to.stat().st_size}
     return Report(document, [f"wrote {to}: {count:,} rollouts of {len(directories)} batches"])

@@ -7,14 +7,19 @@ models do without `from __future__ import annotations`: pydantic would compile e
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.config.base import CkptConfig, Command, ModelConfig
-    from holdfast.config.evaluation import EvaluateConfig
-    from holdfast.config.inference import InferenceConfig
-    from holdfast.config.orchestrator import OrchestratorConfig
-    from holdfast.config.preference import DpoConfig, RewardTrainingConfig
-    from holdfast.config.rl import RlConfig
-    from holdfast.config.rl_trainer import TrainerConfig
-    from holdfast.config.training import SftConfig, SupervisedCommand, TrainingCommand
+    from holdfast.config.base import CkptConfig as CkptConfig
+    from holdfast.config.base import Command as Command
+    from holdfast.config.base import ModelConfig as ModelConfig
+    from holdfast.config.evaluation import EvaluateConfig as EvaluateConfig
+    from holdfast.config.inference import InferenceConfig as InferenceConfig
+    from holdfast.config.orchestrator import OrchestratorConfig as OrchestratorConfig
+    from holdfast.config.preference import DpoConfig as DpoConfig
+    from holdfast.config.preference import RewardTrainingConfig as RewardTrainingConfig
+    from holdfast.config.rl import RlConfig as RlConfig
+    from holdfast.config.rl_trainer import TrainerConfig as TrainerConfig
+    from holdfast.config.training import SftConfig as SftConfig
+    from holdfast.config.training import SupervisedCommand as SupervisedCommand
+    from holdfast.config.training import TrainingCommand as TrainingCommand
 
 PROGRAMS = {
     "sft": "SftConfig",
@@ -23,24 +28,6 @@ PROGRAMS = {
     "rl": "TrainerConfig",
 }
 """Training program -> the name of its model of settings, see `program_config`."""
-
-__all__ = [
-    "PROGRAMS",
-    "CkptConfig",
-    "Command",
-    "DpoConfig",
-    "EvaluateConfig",
-    "InferenceConfig",
-    "ModelConfig",
-    "OrchestratorConfig",
-    "RewardTrainingConfig",
-    "RlConfig",
-    "SftConfig",
-    "SupervisedCommand",
-    "TrainerConfig",
-    "TrainingCommand",
-    "program_config",
-]
 
 _NAMES_OF = {
     "base": ("CkptConfig", "Command", "ModelConfig"),

@@ -9,65 +9,66 @@ needs only its function and one line here:
     PREFERENCE_LOSSES  a function `(PairLogprobs, PreferenceLossConfig) -> PairLosses` in
                        `holdfast.trainer.preference.losses`
 
-Tests ask for a row in docs/losses.md or docs/preferences.md, with formula and source, and for a slow
-reference in float64 (`tests.builders.slow_losses` and so on); and each name must learn in a short run. So must
-each `KlEstimator`, of `holdfast.trainer.rl.kl`.
-`holdfast.orchestrator.env.registry` has the table of environments.
+Tests ask for a row in docs/losses.md or docs/preferences.md, with formula and source, for a slow reference in float64
+(`tests.builders.slow_losses`), and that each name learns in a short run. `holdfast.orchestrator.env.registry` has the
+table of environments.
 """
 
 import ipaddress
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 DType = Literal["float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
 KlEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
+DeviceType = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """Defaults for one kind of device.
+
+    On CUDA the fast dtype is bfloat16. TensorFloat-32 (products with ten bits of mantissa) stays off: trainer and
+    engine would disagree by more than `trainer.mismatch_limit` allows for float32.
+
+    Attributes:
+        dtype: `model.dtype` of trainer and engine.
+        activation_checkpointing: `model.activation_checkpointing`. Memory is what GPUs run out of first.
+        logits_chunk_tokens: `model.logits_chunk_tokens`. With 150,000 words, 4096 tokens take 10 GiB in float32.
+        eager: `engine.eager`. On CPU compiling costs 15-30 s at the start and brings little; without CUDA graphs a GPU
+            waits for the launches of its kernels.
+    """
+
+    dtype: DType
+    activation_checkpointing: bool
+    logits_chunk_tokens: int
+    eager: bool
+
+
+BY_DEVICE: dict[DeviceType, DeviceDefaults] = {
+    "cpu": DeviceDefaults(dtype="float32", activation_checkpointing=False, logits_chunk_tokens=4096, eager=True),
+    "cuda": DeviceDefaults(dtype="bfloat16", activation_checkpointing=True, logits_chunk_tokens=1024, eager=False),
+}
 
 
 def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
-    """Refuse what pydantic would take for something else, and text that no file of ours can hold."""
+    """Refuse true and false for numbers, which pydantic would take for 1 and 0."""
     assert info.field_name is not None
     kinds = _kinds(cls.model_fields[info.field_name].annotation)
     if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
         raise ValueError("should be a number, not true or false")
-    if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds):
-        return value  # a section looks at its own
-    for text in _texts(value):
-        if "\0" in text:
-            raise ValueError("must not hold the character NUL")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(
-                "must be text in UTF-8: rename what it names, or set LC_ALL=C.UTF-8 if the name is right"
-            ) from None
     return value
 
 
 def _kinds(annotation: Any) -> set[Any]:
     parts = typing.get_args(annotation)
     return set().union(*map(_kinds, parts)) if parts else {annotation}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all text in a value, however deep."""
-    waiting = [value]
-    while waiting:
-        match waiting.pop():
-            case str() as text:
-                yield text
-            case Path() as path:
-                yield str(path)
-            case list() as items:
-                waiting += items
-            case dict() as entries:
-                waiting += [*entries.keys(), *entries.values()]
 
 
 class Section(BaseModel):
@@ -88,7 +89,7 @@ class Command(Section):
     """The whole configuration of one command: what every command has."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Settings that a flag takes out of a file, by the setting that is given in their place."""
+    """Pairs of settings: a flag of the first removes the second from a file."""
 
     output_dir: Path = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
@@ -113,10 +114,10 @@ class CkptConfig(Section):
     """Save when this many minutes have passed since the last save; goes together with `interval`."""
 
     save_async: bool = True
-    """Copy the state and write it behind the training; off: training waits until it is committed."""
+    """Copy the state and write it in the background; off: training waits until it is committed."""
 
     on_failure: Literal["stop", "warn"] = "stop"
-    """What follows a save that failed (disk full, I/O error): end the run, or say so and train on."""
+    """After a save that failed (disk full, I/O error): end the run, or warn and continue."""
 
     keep: int | None = Field(default=None, ge=1)
     """Keep this many of the newest checkpoints; unset: all stay, whatever the next two say."""
@@ -174,19 +175,16 @@ class ModelConfig(Section):
         return self.tokenizer or self.name
 
 
-def check_url(url: str) -> None:
-    """Refuse what is not the base URL of a server; nothing of it is repeated, because it may hold a password."""
+def check_url(url: str) -> str:
+    """Return the base URL of a server. Other text is refused without repeating it: it may hold a password."""
     try:
         parts = urlsplit(url)
-        usable = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is no number
-        parts, usable = None, False
-    if parts is None or not url.isascii() or not url.isprintable() or " " in url:
-        raise ValueError("must be URLs such as http://127.0.0.1:8000")
-    if parts.scheme not in ("http", "https"):
-        raise ValueError("must begin with http:// or https://, such as http://127.0.0.1:8000")
-    if not usable:
-        raise ValueError("must name a server, such as http://127.0.0.1:8000")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError
+        if not url.isascii() or not url.isprintable() or " " in url:
+            raise ValueError
+    except ValueError:  # also: brackets without an end, a port that is not a number
+        raise ValueError("must be the URL of a server, such as http://127.0.0.1:8000") from None
     if parts.username is not None or parts.password is not None:
         raise ValueError(
             "must not hold a user name or password, which would be kept with the run's settings and logs: the servers "
@@ -194,6 +192,10 @@ def check_url(url: str) -> None:
         )
     if parts.query or parts.fragment:
         raise ValueError("must end with the path that comes before /health, without '?' and '#'")
+    return url
+
+
+Url = Annotated[str, AfterValidator(check_url)]
 
 
 def is_loopback(host: str) -> bool:
@@ -207,7 +209,7 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(header: str) -> bool:
-    """Whether a Host header names this machine, for this machine alone. One without it is no browser's."""
+    """Whether a Host header names this machine, for this machine alone. No browser omits it."""
     if not header:
         return True
     try:
@@ -235,7 +237,7 @@ class BuiltInPolicyLoss:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The settings of `PolicyLossConfig` that act on this loss, and no others."""
+        """The settings of `PolicyLossConfig` that act on this loss."""
         values = {one.name: getattr(self, one.name) for one in fields(self)[1:]}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -272,9 +274,9 @@ class BuiltInAdvantage:
     Attributes:
         function: its name in `holdfast.trainer.rl.advantages`; None if a model beside the policy gives the advantages,
             and not the rewards of the batch.
-        takes: `rewards`: the rewards of one problem, for each rollout the sum of its whole and its parts;
-            `step_rewards`: those of the wholes, and by themselves those of all parts; `rollouts`: `ScoredRollout` of
-            the batch, by problem.
+        takes: `rewards`: the rewards of one problem, for each rollout the sum of its reward and its step rewards;
+            `step_rewards`: rewards of rollouts and of steps apart; `rollouts`: `ScoredRollout` of the batch, by
+            problem.
         settings: further arguments of the function, by the setting of `trainer` that each is.
         tells_tokens_apart: whether rewards of turns and tokens give the tokens of a rollout advantages of their own.
         compares_group: whether it compares the rollouts of one problem, and so needs two of them at least.
@@ -317,9 +319,9 @@ ADVANTAGES = {
 GROUP_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.compares_group)
 """Advantages that compare the rollouts of one problem with one another, and need two of them at least."""
 SINGLE_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if not one.compares_group)
-"""Those for which one rollout of a problem is enough."""
+"""Advantages for which one rollout of a problem is enough."""
 REWARD_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.function is not None)
-"""All that are computed from what the rollouts of a batch earned."""
+"""Advantages computed from the rewards of a batch."""
 MODEL_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.function is None)
 """Advantages that need a model beside the policy."""
 

@@ -11,8 +11,8 @@ class SlurmConfig(Section):
     """A SLURM job. A bare ``--slurm`` submits one for one node to the default partition."""
 
     nodes: int = Field(default=1, ge=1)
-    """Nodes of the job. Of `rl` those of the trainer, and of the engines where they shall have their own; of others
-    those of the trainer, which is what `parallel.nodes` says where this is unset."""
+    """Nodes of the job. `rl`: those of the trainer, plus those of engines with nodes of their own. Others: those of the
+    trainer; unset: `parallel.nodes`."""
 
     gpus_per_node: int | None = Field(default=None, ge=1)
     """GPUs of each node; unset: none are asked for."""
@@ -48,21 +48,6 @@ class SlurmConfig(Section):
             _seconds(value)
         return value
 
-    @field_validator("partition", "account", "job_name")
-    @classmethod
-    def _is_a_name(cls, value: str | None) -> str | None:
-        if value is not None and not value.strip():
-            raise ValueError("must not be empty")
-        return value
-
-    @field_validator("extra")
-    @classmethod
-    def _are_options(cls, extra: list[str]) -> list[str]:
-        for option in extra:
-            if not option.startswith("-"):
-                raise ValueError(f"must be options such as --qos=high, got '{option}'")
-        return extra
-
     @field_validator("partition", "account", "job_name", "extra", "setup")
     @classmethod
     def _is_one_line(cls, value: object) -> object:
@@ -73,16 +58,12 @@ class SlurmConfig(Section):
         return value
 
 
-# Minutes, minutes:seconds or hours:minutes:seconds; behind days: hours, hours:minutes or hours:minutes:seconds.
+# Minutes, minutes:seconds or hours:minutes:seconds; after days: hours, hours:minutes or hours:minutes:seconds.
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<of_day>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))", re.ASCII)
 
 
 def _seconds(time: str) -> int:
-    """Return the seconds of a time as sbatch reads it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the seconds of a time as sbatch reads it. Raise ValueError if it is not a time."""
     match = _TIME.fullmatch(time)
     if match is None:
         raise ValueError("must be minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00")

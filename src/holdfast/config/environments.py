@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from holdfast.config.base import Section, check_url
+from holdfast.config.base import Section, Url
 from holdfast.protocol.rollouts import Sampling
 
 _FIXED = ("model", "messages", "temperature", "n", "stream")
@@ -18,7 +18,7 @@ class JudgeConfig(Section):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold a password
 
-    url: str
+    url: Url
     """Base URL of a server with OpenAI's chat protocol, without /chat/completions: http://127.0.0.1:8000/v1."""
 
     model: str = Field(min_length=1)
@@ -64,11 +64,7 @@ class JudgeConfig(Section):
     retry_for_s: float = Field(default=600.0, gt=0)
     """Seconds for which a request is repeated while the judge is busy, fails or cannot be reached."""
 
-    @field_validator("url")
-    @classmethod
-    def _is_a_server(cls, url: str) -> str:
-        check_url(url)
-        return url.rstrip("/")
+    _plain_url = field_validator("url")(lambda url: url.rstrip("/"))
 
     @field_validator("extra_body")
     @classmethod
@@ -103,7 +99,7 @@ class McpServerConfig(Section):
     model_config = ConfigDict(hide_input_in_errors=True)  # a URL may hold a password
 
     command: str | None = Field(default=None, min_length=1)
-    """Program that is started for every rollout that calls one of its tools, and ends with it."""
+    """Program started for every rollout that calls one of its tools; it ends with the rollout."""
 
     args: list[str] = []
     """Its arguments."""
@@ -112,9 +108,9 @@ class McpServerConfig(Section):
     """Names of environment variables that it gets beside PATH, HOME, PYTHONPATH and the like; values stay out of the
     settings."""
 
-    url: str | None = None
-    """In the place of a command: the endpoint of a server that is there already, such as http://127.0.0.1:9000/mcp;
-    every rollout has a session of its own."""
+    url: Url | None = None
+    """Instead of a command: the endpoint of a running server, such as http://127.0.0.1:9000/mcp; every rollout has its
+    own session."""
 
     api_key_env: str | None = None
     """With `url`: environment variable with its key; unset: none is sent."""
@@ -123,14 +119,7 @@ class McpServerConfig(Section):
     """Which of its tools the policy sees; unset: all."""
 
     start_timeout_s: float = Field(default=60.0, gt=0)
-    """How long the server may take to answer when it is begun, and at the start of the run to name its tools."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_a_server(cls, url: str | None) -> str | None:
-        if url is not None:
-            check_url(url)
-        return url
+    """How long the server may take to start, and to name its tools at the start of the run."""
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
@@ -258,7 +247,7 @@ class EnvironmentConfig(Section):
     """Most turns of a session of an environment with `tools`; the calls of the last one are not answered."""
 
     tool_timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline of one call of a tool; the policy is told when it is over, and the session goes on."""
+    """Deadline of one call of a tool; the policy reads when it is over, and the session continues."""
 
     tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
     """Form in which the model writes calls of tools: that which its chat template shows, or one by name."""
@@ -268,9 +257,9 @@ class EnvironmentConfig(Section):
     environment."""
 
     history: Literal["split", "keep"] = "split"
-    """When messages follow behind which the chat template would write earlier turns otherwise than they were sampled
-    (without their thoughts): split the session, which goes on in a new branch with the prompt that the template makes
-    of the chat, or keep what was sampled and go on behind it."""
+    """If the chat template would rewrite earlier turns when messages follow (without their thoughts): `split` continues
+    the session in a new branch, with the prompt that the template makes of the chat; `keep` continues after what was
+    sampled."""
 
     max_branches: int = Field(default=8, ge=1)
     """Most branches of a session with `history = "split"`; one that needs another ends there and counts as truncated.
@@ -307,19 +296,10 @@ class EnvironmentConfig(Section):
         """`timeout_s`, None where there is none."""
         return self.timeout_s if math.isfinite(self.timeout_s) else None
 
-    @model_validator(mode="after")
-    def _memory_of_workers(self) -> Self:
-        if self.worker_memory_gb is not None and not self.workers:
-            raise ValueError(
-                f"environment '{self.label}': worker_memory_gb = {self.worker_memory_gb:g} is about workers, and it "
-                "has none: set `workers` to 1 or more, or leave worker_memory_gb out"
-            )
-        return self
-
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How the rollouts of one environment are made.
+    """The rollout settings of one environment.
 
     Attributes:
         group_size: rollouts of one problem.

@@ -21,7 +21,7 @@ class EvaluateConfig(Command):
     """How good a policy is on tasks that training never draws: `uv run evaluate --model.name DIRECTORY`."""
 
     output_dir: Path = Path("evaluation")
-    """The directory of this one evaluation: every rollout, the summary, logs. The same command again goes on in it."""
+    """The directory of this one evaluation: every rollout, the summary, logs. The same command again resumes it."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the held-out tasks and the samples; two policies are compared on the same tasks."""
@@ -30,8 +30,8 @@ class EvaluateConfig(Command):
     """Evaluate a Hugging Face directory or a model on the hub."""
 
     run: Path | None = None
-    """Evaluate a step of this run directory. Of an RL run, what is not set here is as it was there: `environments`,
-    `seq_len` and `sampling.max_tokens`."""
+    """Evaluate a step of this run directory. For an RL run, `environments`, `seq_len` and `sampling.max_tokens` default
+    to those of the run."""
 
     step: int | Literal["latest"] = "latest"
     """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""
@@ -63,7 +63,7 @@ class EvaluateConfig(Command):
     `inference.server.port` on."""
 
     follow: bool = False
-    """With `run`: evaluate one checkpoint after another as they come, and end with the run. `output_dir` is then that
+    """With `run`: evaluate checkpoints as they appear, and end with the run. `output_dir` is then that
     of the run's evaluations, `evaluations` in `run` unless it is set, with one directory for each step."""
 
     interval: int | None = Field(default=None, ge=1)
@@ -76,38 +76,22 @@ class EvaluateConfig(Command):
     """Remove the evaluation that the output directory already holds, then start from scratch."""
 
     @model_validator(mode="after")
-    def _one_policy(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.model is not None and self.run is not None:
-            raise ValueError(
-                "evaluate takes one policy, and was given both of model.name and run: set model.name (a directory "
-                "or a model of the hub), or run (a run directory, with step)"
-            )
-        if self.step != "latest" and self.run is None:
-            raise ValueError(f"step = {self.step} is a step of a run: set run = DIRECTORY as well")
-        if self.step != "latest" and self.step < 0:
-            raise ValueError(f"step = {self.step}: steps are counted from 0; `latest` is the newest")
+            raise ValueError("evaluate takes one policy: set model.name, or run (a run directory, with step)")
+        if self.step != "latest" and (self.run is None or self.step < 0):
+            raise ValueError(f"step = {self.step} must be a step of a run, counted from 0: set run = DIRECTORY as well")
         if self.follow and (self.run is None or self.step != "latest"):
             raise ValueError("follow evaluates every step of a run that comes: set run, and leave step out")
-        return self
-
-    @model_validator(mode="after")
-    def _follows(self) -> Self:
         if self.interval is not None and not self.follow:
             raise ValueError(f"interval = {self.interval} is of steps that are followed: set follow as well")
         if self.follow and self.clean:
-            raise ValueError(
-                "follow goes on behind the steps that are evaluated, and clean removes them: leave one of them out, "
-                "or remove the directories of the steps that are to be evaluated again"
-            )
+            raise ValueError("follow continues after the evaluated steps, and clean removes them: leave one out")
         return self
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
+    def _can_be_asked(self) -> Self:
         check_samples(self.samples_per_task, self.sampling)
-        return self
-
-    @model_validator(mode="after")
-    def _check_environments(self) -> Self:
         check_sections(self.environments, seq_len=self.seq_len)
         check_held_out(self.environments)
         return self
@@ -129,9 +113,9 @@ def check_server(inference: InferenceConfig, *, seq_len: int) -> None:
 
 
 class CheckpointEvalConfig(EvalConfig):
-    """Evaluations of checkpoints while training goes on, on held-out tasks, every 10 steps unless it says otherwise.
+    """Evaluations of checkpoints during training, on held-out tasks, by default every 10 steps.
 
-    A process beside the trainer makes them, one after the other, with an inference server of its own."""
+    A process beside the trainer runs them one after the other, with its own inference server."""
 
     interval: int = Field(default=10, ge=1)
     """Evaluate the model that training begins with, every step that this divides, and the last one; `ckpt.interval`

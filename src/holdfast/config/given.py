@@ -1,6 +1,6 @@
 """Settings that a command cannot do without, and no default could be right for: the model, the data, the environments.
 
-Without any of them the command answers with the lines that begin a run; without one of several it names that one.
+If all are missing, the command prints lines to begin with; else it names the missing ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ _SECTION = '[[{key}]] with an `id` in a file, or --{flag} \'[{{"id": "NAME"}}]\'
 
 
 def check_given(command: str, config: Command) -> None:
-    """Check that a command line says what its command is to work on.
-
-    Raises:
-        ConfigError: it does not; the message says how to give what is missing, or how runs begin.
-    """
+    """Check that a command has its model, data and environments. Raise ConfigError, with how to give the missing
+    ones."""
     if isinstance(config, SupervisedCommand) and {"max_steps", "epochs"} <= config.model_fields_set:
         raise ConfigError(
             f"max_steps = {config.max_steps} and epochs = {config.epochs:g} both say how long to train: give one of "
@@ -77,15 +74,13 @@ def _rows(config: SupervisedCommand) -> str:
 
 
 def _first_lines(command: str) -> list[str]:
-    """Return the lines that a newcomer wants: the example that is shipped, their own, and help."""
-    examples = help.first(command)["examples"]
-    file = next((word for word in examples[0].split() if word.endswith(".toml")), None)
-    is_here = file is None or Path(file).is_file()
+    """Return lines to begin with: the examples, and help."""
+    examples = help.first(command)["examples"][:2]
     run = "uv run " if Path("pyproject.toml").is_file() else ""
-    shown = [f"{run}{example}" for example in examples[:2]]
-    if not is_here:
-        shown[0] += "   (in a checkout of holdfast, which has the examples)"
-    return [*shown, f"{run}{command} --help"]
+    file = next((word for word in examples[0].split() if word.endswith(".toml")), None)
+    if file is not None and not Path(file).is_file():
+        examples[0] += "   (in a checkout of holdfast, which has the examples)"
+    return [*(f"{run}{example}" for example in examples), f"{run}{command} --help"]
 
 
 def _listed(names: list[str]) -> str:

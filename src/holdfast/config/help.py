@@ -1,4 +1,4 @@
-"""The help of the commands whose settings come from `holdfast.config`: one screen, one section, or everything.
+"""The help of the commands whose settings come from `holdfast.config`, and hints for unknown flags.
 
     rl --help                what the command does, examples, the settings that people change, the sections
     rl --help trainer.loss   one section
@@ -9,10 +9,12 @@ It reads `settings.json` and imports neither pydantic nor the settings themselve
 
 from __future__ import annotations
 
+import difflib
 import json
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from holdfast.errors import ConfigError, nearest
 
 _FILE = Path(__file__).with_name("settings.json")
 _FIRST = Path(__file__).with_name("help.toml")
+_ELSEWHERE = Path(__file__).with_name("elsewhere.toml")
+_SIMILAR = 0.75
 _MOST_COLUMNS = 120
 _INDENT = "  "
 
@@ -42,8 +46,7 @@ def text(command: str, summary: str, argv: Sequence[str]) -> str:
     Args:
         summary: what the command does, in a sentence.
 
-    Raises:
-        ConfigError: there is no section of that name.
+    Raise ConfigError if there is no section of that name.
     """
     sections = _sections(command)
     width = min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)
@@ -150,3 +153,40 @@ def _first_sentence(text: str) -> str:
 
 def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1].rstrip()}…"
+
+
+@cache
+def names_elsewhere() -> dict[str, Any]:
+    """Return name in another system -> `settings` here, the hint `said` if the command has none of them, and in some a
+    remark `beside` the setting."""
+    return tomli.loads(_ELSEWHERE.read_text())
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?``, a sentence with a space before it, or an empty string for an unknown setting.
+
+    Args:
+        name: as it was given, dotted, with or without dashes.
+        known: the dotted keys of the command.
+    """
+    keys = list(known)
+    given = name.lstrip("-").replace("-", "_").lower()
+    parts, names = given.split("."), names_elsewhere()
+    for begin in range(len(parts)):
+        entry = names.get(".".join(parts[begin:]))
+        if entry is None:
+            continue
+        said = entry["said"]
+        found = next((one for one in entry["settings"] if one in keys and one != given), None)
+        beside = f" {entry['beside']}." if "beside" in entry else ""
+        return f" Did you mean '{_as_given(found, name)}'?{beside}" if found else f" Here {said}." if said else ""
+    by_end = sorted((one for one in keys if one.rpartition(".")[2] == parts[-1]), key=lambda one: (len(one), one))
+    if by_end:
+        return f" Did you mean {' or '.join(repr(_as_given(one, name)) for one in by_end[:3])}?"
+    similar = difflib.get_close_matches(given, keys, n=1, cutoff=_SIMILAR)
+    similar = similar or difflib.get_close_matches(parts[-1], [one for one in keys if "." not in one], 1, _SIMILAR)
+    return f" Did you mean '{_as_given(similar[0], name)}'?" if similar else ""
+
+
+def _as_given(key: str, name: str) -> str:
+    return f"--{key.replace('_', '-')}" if name.startswith("--") else key

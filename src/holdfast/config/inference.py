@@ -31,8 +31,7 @@ class ServerConfig(Section):
     """Address to bind. Anything other than loopback needs an admin token."""
 
     port: int = Field(default=8000, ge=1, le=65535)
-    """TCP port. Unset, `rl` takes the server that is free for it at 8000, or else the first free port from there
-    on for a server of its own."""
+    """TCP port. Unset, `rl` uses an unowned server at 8000, or starts its own at the first free port from 8000 on."""
 
     model_name: str | None = Field(default=None, min_length=1)
     """What OpenAI clients give as `model`; unset: `model.name`. Runs that use the server go by `model.name` anyway."""
@@ -105,7 +104,7 @@ class InferenceConfig(Command):
     newer. On CPU that holds already, and this changes nothing."""
 
     engines: int = Field(default=1, ge=1)
-    """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports behind it. On
+    """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports after it. On
     GPUs unset: as many as have room on what `trainer.parallel.num_ranks` leaves, or on half of all."""
 
     @model_validator(mode="after")

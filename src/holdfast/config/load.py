@@ -6,9 +6,7 @@
 Files compose from left to right; `--section @ file` fills one section; flags win over files. Every error is one message
 that names the file or flag, the dotted key, the value and what is allowed.
 
-An unknown flag gets a suggestion: by its name in another system, by its last part, or by spelling. If a whole file
-belongs to another section (trainer and orchestrator swapped), pydantic reports one error per key. `misplaced` reports
-the swap instead.
+An unknown flag gets a suggestion: by its name in another system, by its last part, or by spelling.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import json
 import re
 import stat
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,63 +26,12 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from holdfast.config.base import Command
-from holdfast.config.elsewhere import hint
+from holdfast.config.help import hint
 from holdfast.errors import ConfigError, nearest
-
-_MOST_KEYS = 5
-
-
-@dataclass(frozen=True)
-class GivenFile:
-    """A file as it was given.
-
-    Attributes:
-        path: of the file.
-        section: that it was given to; empty: the whole.
-        keys: at its top level.
-    """
-
-    path: str
-    section: str
-    keys: tuple[str, ...]
-
-
-def misplaced(parts: Iterable[GivenFile], whole: Collection[str], sections: Mapping[str, Collection[str]]) -> list[str]:
-    """Return a line for each file whose keys belong to another section, by most of them.
-
-    Sections that know the same keys of a file are all named; where each knows others of them, there is no line.
-
-    Args:
-        whole: keys of the whole configuration.
-        sections: keys of its sections.
-    """
-    lines = []
-    for part in parts:
-        if part.section and part.section not in sections:  # there is none of that name
-            continue
-        own = sections[part.section] if part.section else whole
-        foreign = [key for key in part.keys if key not in own]
-        known = {name: sum(key in keys for key in part.keys) for name, keys in sections.items() if name != part.section}
-        most = max(known.values(), default=0)
-        others = [name for name, number in known.items() if number == most]
-        alike = {tuple(key for key in foreign if key in sections[name]) for name in others}
-        belongs = alike.pop() if len(alike) == 1 else ()
-        if not belongs or most <= len(part.keys) - len(foreign):
-            continue
-        shown = ", ".join(belongs[:_MOST_KEYS]) + (", ..." if len(belongs) > _MOST_KEYS else "")
-        given = f"--{part.section.replace('_', '-')} @ {part.path}" if part.section else f"@ {part.path}"
-        lines.append(
-            f"{part.path} looks like a file for the section {' or '.join(others)}: {shown} "
-            f"{'belongs' if len(belongs) == 1 else 'belong'} there. It was given as '{given}': give it as "
-            + " or ".join(f"'--{name.replace('_', '-')} @ {part.path}'" for name in others)
-            + "."
-        )
-    return lines
-
 
 C = TypeVar("C", bound=Command)
 
-# No configuration is as long as this, and no message should be.
+# Limits of a configuration file and of a message.
 _MOST_BYTES = 16 << 20
 _MOST_LINES = 20
 _MOST_CHARACTERS = 300
@@ -95,15 +42,13 @@ _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 
 @dataclass
 class _Files:
-    """The merged content of the TOML files, which file each dotted key came from, and what each was given to."""
+    """The merged content of the TOML files, and which file each dotted key came from."""
 
     data: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
-    parts: list[GivenFile] = field(default_factory=list)
 
     def add(self, path: str, section: tuple[str, ...] = (), *, shown: str) -> None:
         content: Any = _read(path, shown)
-        self.parts.append(GivenFile(path, ".".join(section), tuple(content)))
         for name in reversed(section):
             content = {name: content}
         try:
@@ -114,7 +59,6 @@ class _Files:
 
 
 def _dotted_keys(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a file and of its sections."""
     for key, value in content.items():
         yield f"{prefix}{key}"
         if isinstance(value, dict):
@@ -126,7 +70,7 @@ def _read(path: str, shown: str) -> dict[str, Any]:
         status = Path(path).stat()
         # A pipe without a writer would be waited for, and a device may have no end.
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise ConfigError(f"{shown} is no regular file, but a pipe or a device")
+            raise ConfigError(f"{shown} is not a regular file, but a pipe or a device")
         if status.st_size > _MOST_BYTES:
             raise ConfigError(f"{shown} has {status.st_size} bytes, allowed are {_MOST_BYTES}")
         return tomli.loads(Path(path).read_bytes().decode())
@@ -142,18 +86,22 @@ def _read(path: str, shown: str) -> dict[str, Any]:
 
 
 def parse_command_line(command: type[C], argv: list[str]) -> C:
-    """Return the validated configuration of `command`.
-
-    Raises:
-        ConfigError: a file, key, type or value cannot be used.
-    """
-    files, words = _split_files(argv, command)
+    """Return the validated configuration of `command`. Raise ConfigError if a file, key, type or value cannot be
+    used."""
+    try:
+        "".join(argv).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "arguments must be text in UTF-8: rename the file that one names, or set LC_ALL=C.UTF-8 if it is right"
+        ) from None
+    known = flags_of(command)
+    files, words = _split_files(argv, known)
     given: dict[str, str] = {}
     try:
-        values = _read_flags(words, flags_of(command), given)
+        values = _read_flags(words, known, given)
         for one, other in command.alternatives:
             if one in values and other not in values:
-                files.data.pop(other, None)  # a flag wins over a file, also by the other name of the same
+                files.data.pop(other, None)  # a flag wins over a file, also over an alternative setting there
         return command.model_validate(merged(files.data, values))
     except ValidationError as error:
         raise ConfigError(_describe(error, command, files, given)) from None
@@ -180,7 +128,7 @@ class Flag:
 
     @property
     def words(self) -> set[Any]:
-        """The words that stand for themselves, such as `all-linear`."""
+        """The literal words that it allows, such as `all-linear`."""
         parts = [self.annotation, *typing.get_args(self.annotation)]
         return {word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
 
@@ -225,7 +173,7 @@ def _read_flags(words: list[str], known: Mapping[str, Flag], given: dict[str, st
         given: gets dotted key -> flag as it was given.
 
     Raises:
-        ConfigError: a word that is no flag, a flag without its value, or a value that is no JSON where that is needed.
+        ConfigError: a word that is not a flag, a flag without its value, or a value that is not JSON and must be.
     """
     values: dict[str, Any] = {}
     waiting = list(reversed(words))
@@ -287,7 +235,7 @@ def _value(flag: Flag, name: str, text: str) -> Any:
         except ValueError:
             others = f"by single settings ({name}.NAME VALUE), or by a file ({name} @ FILE.toml)"
             raise ConfigError(
-                f"a value of {name} is no JSON: '{_cut(text)}'. Sections, tables and lists are given as JSON, "
+                f"a value of {name} is not JSON: '{_cut(text)}'. Sections, tables and lists are given as JSON, "
                 f"{others if flag.is_section else 'or in a file of the whole configuration (@ FILE.toml)'}."
             ) from None
         return [value] if is_list and not is_table and isinstance(value, dict) else value
@@ -297,7 +245,7 @@ def _value(flag: Flag, name: str, text: str) -> Any:
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. A table is added to what is there, and a list that is given again is continued."""
+    """Set a dotted key. Tables are merged, and a repeated list is continued."""
     *parents, last = key.split(".")
     for name in parents:
         if not isinstance(values.get(name), dict):
@@ -319,7 +267,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return both
 
 
-def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, list[str]]:
+def _split_files(argv: list[str], known: Mapping[str, Flag]) -> tuple[_Files, list[str]]:
     """Take every `@ file` and `--section @ file` out of `argv`."""
     files, flags = _Files(), []
     position = 0
@@ -332,33 +280,18 @@ def _split_files(argv: list[str], command: type[BaseModel]) -> tuple[_Files, lis
         path = word[1:] or (argv[position + 1] if position + 1 < len(argv) else "")
         position += 1 if word[1:] else 2
         if not path:
-            raise ConfigError("'@' needs the path of a TOML file behind it")
+            raise ConfigError("'@' needs the path of a TOML file after it")
         section: tuple[str, ...] = ()
         if flags and flags[-1].startswith("--") and "=" not in flags[-1]:
-            name = flags[-1].removeprefix("--no-").removeprefix("--").replace("-", "_")
-            if not _is_value(name.split("."), command):
-                section = tuple(name.split("."))
-                flags.pop()
+            flag = known.get(flags[-1].replace("_", "-"))
+            if flag is None or _model_in(flag.annotation) is not None:  # not a plain setting such as `--clean`
+                section = tuple(flags.pop().removeprefix("--").replace("-", "_").split("."))
         files.add(path, section, shown=f"'@ {path}'")
     return files, flags
 
 
-def _is_value(path: list[str], command: type[BaseModel]) -> bool:
-    """Return whether `path` names a plain setting such as `dry_run`, which no file can fill."""
-    model: type[BaseModel] | None = command
-    for name in path[:-1]:
-        info = model.model_fields.get(name) if model else None
-        model = _model_in(info.annotation) if info else None
-    last = model.model_fields.get(path[-1]) if model else None
-    return last is not None and _model_in(last.annotation) is None
-
-
 def _describe(error: ValidationError, command: type[BaseModel], files: _Files, given: dict[str, str]) -> str:
-    """Turn pydantic's findings into one line per key, or into one for each file of another section."""
-    if elsewhere := misplaced(files.parts, command.model_fields, _keys_of_sections(command)):
-        return "\n       ".join(elsewhere)
     lines: dict[str, list[str]] = {}
-    sections: set[str] = set()
     keys = [flag.key for flag in flags_of(command).values()]
     for finding in error.errors():
         location, model = _resolve(finding["loc"], command)
@@ -380,20 +313,11 @@ def _describe(error: ValidationError, command: type[BaseModel], files: _Files, g
                 if any(isinstance(part, int) for part in location):
                     reason = 'is an object of settings, {"NAME": VALUE, ...}'
             text = f"'{key}' {reason}{shown}" if key else reason
-            if key and not shown and finding["type"] == "value_error":
-                sections.add(key)
         lines.setdefault(key, []).append(text)
-    shown = [
-        _with_origin(key, _joined(key, texts), files, given, is_section=key in sections) for key, texts in lines.items()
-    ][:_MOST_LINES]
+    shown = [_with_origin(key, _joined(key, texts), files, given) for key, texts in lines.items()][:_MOST_LINES]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more like these")
     return "\n       ".join(shown)
-
-
-def _keys_of_sections(command: type[BaseModel]) -> dict[str, set[str]]:
-    models = {name: _model_in(info.annotation) for name, info in command.model_fields.items()}
-    return {name: set(model.model_fields) for name, model in models.items() if model is not None}
 
 
 def _joined(key: str, texts: list[str]) -> str:
@@ -420,10 +344,8 @@ def _cut(text: str) -> str:
 def _resolve(
     location: tuple[int | str, ...], command: type[BaseModel]
 ) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
-    """Return the part of a pydantic location that names keys, and the model that has the last of them.
-
-    The rest of a location names alternatives of a union, which a user never wrote.
-    """
+    """Return the part of a pydantic location that names keys, and the model that has the last of them. The rest of a
+    location names alternatives of a union, which a user never wrote."""
     model: type[BaseModel] | None = command
     parent: type[BaseModel] | None = command
     entries: type[BaseModel] | None = None
@@ -459,25 +381,10 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _with_origin(key: str, text: str, files: _Files, given: dict[str, str], *, is_section: bool) -> str:
-    """Put the file or flag that gave a dotted key before a finding, by the longest part of the key that was given.
-
-    Args:
-        is_section: settings of this section do not fit together: the flags that the finding names gave them.
-    """
-    told = text.removeprefix(f"'{key}' ")
+def _with_origin(key: str, text: str, files: _Files, given: dict[str, str]) -> str:
+    """Put the file or flag that gave a dotted key before a finding, by the longest part of the key that was given."""
     if key in given:  # the flag says the key
-        return f"flag {given[key]} {told}"
-    if is_section:
-        words = re.findall(r"\w+", told)
-        named = {
-            name.rpartition(".")[2]: flag
-            for name, flag in given.items()
-            if name.startswith(f"{key}.") and name.rpartition(".")[2] in words
-        }
-        if named:
-            said = told if words[0] in named else text
-            return f"flag{'s' if len(named) > 1 else ''} {', '.join(named.values())}: {said}"
+        return f"flag {given[key]} " + text.removeprefix(f"'{key}' ")
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
@@ -501,11 +408,8 @@ def without_none(value: Any) -> Any:
 
 
 def read_toml(command: type[C], path: str | Path) -> C:
-    """Return the configuration of `command` that `to_toml` wrote to `path`.
-
-    Raises:
-        ConfigError: the file is missing or does not hold a valid configuration.
-    """
+    """Return the configuration of `command` that `to_toml` wrote to `path`. Raise ConfigError if the file is missing or
+    does not hold a valid configuration."""
     files = _Files()
     files.add(str(path), shown=str(path))
     try:

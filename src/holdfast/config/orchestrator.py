@@ -2,16 +2,12 @@
 
 from collections.abc import Sequence
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import CkptConfig, Command, ModelConfig, Section, check_url
 from holdfast.config.environments import EnvironmentConfig, RolloutSettings, SamplingConfig
 from holdfast.protocol.rollouts import PLAIN_SAMPLING
-
-# Spellings of this machine, where one port is one server's in practice.
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class DynamicSamplingConfig(Section):
@@ -25,22 +21,14 @@ class DynamicSamplingConfig(Section):
     (`parts`). Unset: `rl` takes what `trainer.advantage` learns from, an orchestrator by itself `parts`."""
 
 
-def _server_of(url: str) -> tuple[str, int, str]:
-    """Return what two spellings of one server's URL have alike: host, port and path."""
-    parts = urlsplit(url)
-    host = (parts.hostname or "").rstrip(".")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return ("localhost" if host in _LOOPBACK else host, port, parts.path.rstrip("/"))
-
-
 class ServersConfig(Section):
     """Inference servers, and how long to wait for them."""
 
     urls: list[str] = Field(min_length=1)
-    """Base URL of every engine; a request goes to the one with the least to do, or that has its prefix."""
+    """Base URL of every engine; a request goes to the least busy engine, or to one that has its prefix cached."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """A request that has no answer after this long is waited for on, as long as its server is well."""
+    """A request without an answer for this long is kept while its server is healthy."""
 
     ready_timeout_s: float = Field(default=900.0, gt=0)
     """How long to wait while no server answers, at the start and later."""
@@ -53,13 +41,8 @@ class ServersConfig(Section):
     def _are_servers(cls, urls: list[str]) -> list[str]:
         for url in urls:
             check_url(url)
-        named: dict[tuple[str, int, str], str] = {}
-        for url in urls:
-            server = _server_of(url)
-            if (other := named.get(server)) is not None:
-                same = f" ('{other}' and '{url}' are one)" if other != url else ""
-                raise ValueError(f"must name each server once{same}: more requests for one are max_concurrency")
-            named[server] = url
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError("must name each server once: more requests for one are max_concurrency")
         return urls
 
 
@@ -67,14 +50,14 @@ class ClientConfig(ServersConfig):
     """The inference servers of the policy. All get every weight update."""
 
     urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
-    """Base URL of every engine; a request goes to the one with the least to do, or that has its prefix."""
+    """Base URL of every engine; a request goes to the least busy engine, or to one that has its prefix cached."""
 
     admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
     """Environment variable with the admin token of the servers."""
 
 
 class TeacherConfig(ServersConfig):
-    """A fixed model to learn from, behind inference servers of its own: `uv run inference --model.name TEACHER`."""
+    """A fixed model to learn from, on inference servers of its own: `uv run inference --model.name TEACHER`."""
 
     model: str
     """The model that the servers serve; it must have the tokenizer of the policy."""
@@ -102,11 +85,7 @@ class EvaluationSamplingConfig(SamplingConfig):
 
 
 def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
-    """Refuse several samples that are all the same.
-
-    Raises:
-        ValueError: they would be.
-    """
+    """Refuse several samples that are all the same. Raise ValueError if temperature 0 makes them so."""
     if sampling.temperature == 0 and samples_per_task > 1:
         raise ValueError(
             f"samples_per_task = {samples_per_task} at sampling.temperature = 0 are {samples_per_task} times the same "
@@ -115,11 +94,8 @@ def check_samples(samples_per_task: int, sampling: SamplingConfig) -> None:
 
 
 def check_sections(environments: Sequence[EnvironmentConfig], *, seq_len: int | None = None) -> None:
-    """Refuse environments that cannot be told apart, and longer rollouts of one than the `seq_len` of all.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse environments that cannot be told apart, and longer rollouts of one than the `seq_len` of all. Raise
+    ValueError with the name of the environment."""
     labels = [section.label for section in environments]
     if len(set(labels)) != len(labels):
         raise ValueError(f"environments need distinct names, got {labels}: set `name` on those with the same id")
@@ -132,11 +108,7 @@ def check_sections(environments: Sequence[EnvironmentConfig], *, seq_len: int | 
 
 
 def check_held_out(environments: Sequence[EnvironmentConfig]) -> None:
-    """Refuse what an evaluation has settings of its own for.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse settings of training that an evaluation replaces. Raise ValueError with the name of the environment."""
     for section in environments:
         if section.group_size is not None:
             raise ValueError(
@@ -199,8 +171,8 @@ class OrchestratorConfig(Command):
     """Drop groups whose rewards are all equal, and draw further problems for them; unset: keep them."""
 
     group_size: int = Field(default=8, ge=1)
-    """Rollouts of one problem, where its environment has no number of its own; at least two where the advantage
-    compares them with one another."""
+    """Rollouts of one problem, unless its environment sets its own number; at least two if the advantage compares
+    them."""
 
     async_level: int = Field(default=1, ge=0)
     """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
@@ -209,7 +181,7 @@ class OrchestratorConfig(Command):
     """Most tokens of one rollout, prompt included."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    """Sampling of completions, as far as an environment has none of its own."""
+    """Sampling of completions, unless an environment sets its own."""
 
     client: ClientConfig = Field(default_factory=ClientConfig)
     """Inference servers."""
@@ -221,11 +193,11 @@ class OrchestratorConfig(Command):
     """Evaluations during the run; unset: none."""
 
     weights_timeout_s: float = Field(default=1800.0, gt=0)
-    """Give up when the trainer publishes no weights, and nobody gets anything else done, for this long."""
+    """Give up if the trainer publishes no weights, and no process makes progress, for this long."""
 
     hang_timeout_s: float = Field(default=900.0, gt=0)
-    """An event loop that something blocks for this long counts as hung. What an environment does within its `timeout_s`
-    is ended by that, if it is shorter."""
+    """An event loop that is blocked for this long counts as hung. A shorter `timeout_s` ends calls of an environment
+    before."""
 
     ckpt: CkptConfig | None = None
     """Only `resume_step`, and `verify` while it is looked up, matter here: the trainer commits the checkpoints."""
@@ -248,7 +220,7 @@ class OrchestratorConfig(Command):
         return (self.dynamic_sampling and self.dynamic_sampling.signal) or "parts"
 
     def rollouts_of(self, section: EnvironmentConfig) -> "RolloutSettings":
-        """Return how the rollouts of one environment are made: by its own settings, else by those of all."""
+        """Return the rollout settings of one environment: its own, else the shared ones."""
         sampling = self.sampling if section.sampling is None else section.sampling.over(self.sampling)
         return RolloutSettings(
             group_size=section.group_size or self.group_size,

@@ -137,9 +137,8 @@ class PreferenceDataConfig(SftDataConfig):
     too_long: Literal["error", "drop", "truncate"] = "error"
     """What to do with a pair that has a side of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 
-    train_on: Literal["all", "last", "template"] = "all"
-    """What counts of an answer that is a chat: `all` turns of the assistant behind the prompt, the `last` of them, or
-    what the chat `template` marks with {% generation %}."""
+    train_on: Literal["all", "last"] = "all"
+    """What counts of an answer that is a chat: `all` turns of the assistant after the prompt, or the `last` of them."""
 
     pack: bool = True
     """Fill micro-batches up to a budget of tokens, several pairs a row; sides and pairs never see each other. Models

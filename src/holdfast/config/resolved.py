@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from holdfast.config.base import Command, DType
-from holdfast.config.devices import BY_DEVICE, DeviceType
+from holdfast.config.base import BY_DEVICE, Command, DeviceType, DType
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
@@ -33,15 +32,13 @@ FREE = frozenset({
     "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
 })  # fmt: skip
 """Settings of any process, by dotted key (`[]`: of every item), that may change on resume: where a run lies, how
-long it goes on, how often it is saved, what is told about it, which machines and how many of them it runs on, and how
+long it lasts, how often it is saved, what is reported about it, which machines and how many of them it runs on, and how
 long it waits for what."""
 
 
 def fingerprint(config: TrainingCommand) -> str:
-    """Return the xxh3-128 of the settings that decide what a training step computes.
-
-    `max_steps` does not count, but where the learning-rate schedules end does.
-    """
+    """Return the xxh3-128 of the settings that decide what a training step computes. `max_steps` does not count, but
+    where the learning-rate schedules end does."""
     settings = _computing(config)
     settings["optim"]["schedule_steps"] = schedule_end(config.optim, config.max_steps)
     if isinstance(config, TrainerConfig) and config.critic is not None:
@@ -61,7 +58,6 @@ def is_free(key: str) -> bool:
 
 
 def _computing(config: Command) -> dict[str, Any]:
-    """Return the settings of `config` that are not free."""
     return _without_free(config.model_dump(mode="json"), "")
 
 
@@ -86,7 +82,7 @@ def choose_for_training(
 
     Args:
         num_devices: GPUs that the trainer is given on this machine.
-        dtype: of the run that goes on.
+        dtype: of the run that is resumed.
     """
     defaults = BY_DEVICE[device]
     chosen = _fill(config.parallel, "parallel", num_ranks=max(1, num_devices))

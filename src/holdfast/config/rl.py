@@ -3,9 +3,9 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Section
 from holdfast.config.cluster import SlurmConfig
@@ -57,7 +57,7 @@ class RlConfig(Command):
     ui.perfetto.dev (docs/console.md)."""
 
     dashboard: DashboardConfig | None = None
-    """For the trainer: the report of the run while it goes on, at 127.0.0.1:9466 unless it says otherwise."""
+    """For the trainer: a live report of the run, by default at 127.0.0.1:9466."""
 
     eval: EvalConfig | None = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
@@ -78,18 +78,18 @@ class RlConfig(Command):
     """A process that sends no heartbeat for this long counts as dead."""
 
     storage_timeout_s: float = Field(default=3600.0, ge=0)
-    """A storage that cannot be written (full disk, quota, I/O errors) is waited for, until no new step was trained
-    for this long; 0: the run ends."""
+    """How long to wait for a storage that cannot be written (full disk, quota, I/O errors), counted from the last new
+    step; 0: the run ends."""
 
     cluster: str | None = None
     """Start the processes on the nodes of a cluster: `ray` for the Ray cluster that this machine belongs to,
     `ray://HOST:PORT` for the one with this head, `slurm` within an allocation. Unset: all on this machine."""
 
     cluster_strategy: Literal["pack", "spread"] = "pack"
-    """On few nodes of the cluster, or on as many as there are."""
+    """`pack`: use few nodes of the cluster; `spread`: use all."""
 
     cluster_timeout_s: float = Field(default=900.0, gt=0)
-    """How long nodes are waited for: at the start, while others use them, and after one was lost."""
+    """How long to wait for nodes: at the start, while others use them, and after one was lost."""
 
     slurm: SlurmConfig | None = None
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
@@ -104,7 +104,7 @@ class RlConfig(Command):
     @field_validator("cluster")
     @classmethod
     def _is_a_cluster(cls, value: str | None) -> str | None:
-        """Take what is known; an address without its port would be looked for in vain."""
+        """Refuse an address without its port."""
         if value is None or value in ("ray", "slurm") or re.fullmatch(r"ray://[^/\s]+:\d+", value):
             return value
         raise ValueError("should be 'ray', 'ray://HOST:PORT' or 'slurm'")
@@ -117,7 +117,7 @@ class RlConfig(Command):
 
     @model_validator(mode="after")
     def _says_it_as_its_trainer(self) -> Self:
-        """Take the form of what is said from the trainer's file, which may be one of a trainer alone."""
+        """Inherit `log_format` from the trainer's section if unset."""
         if "log_format" in self.trainer.model_fields_set and "log_format" not in self.model_fields_set:
             self.log_format = self.trainer.log_format
         return self
@@ -130,20 +130,11 @@ class RlConfig(Command):
         last = given.get("max_steps")
         if last is None and isinstance(orchestrator, Mapping):
             last = orchestrator.get("max_steps")
-        if last is None or not isinstance(trainer, Mapping) or not _is_number_of_steps(last):
-            return given
+        if not isinstance(trainer, Mapping) or not str(last).isdecimal() or int(str(last)) < 1:
+            return given  # other values are refused where they stand
         if given.get("max_steps") is None and "max_steps" in trainer:
             return given  # where they differ, `hand_down_shared` says so
         return {**given, "trainer": {**trainer, "max_steps": last}}
-
-
-def _is_number_of_steps(value: object) -> bool:
-    """Whether a value, which may be the text of a flag, is one that `max_steps` takes; others are refused there."""
-    try:
-        TypeAdapter(Annotated[int, Field(ge=1)]).validate_python(value)
-    except ValidationError:
-        return False
-    return not isinstance(value, bool)
 
 
 SHARED = {
@@ -165,15 +156,9 @@ SHARED = {
 
 
 def hand_down_shared(config: RlConfig) -> RlConfig:
-    """Return `config` with every shared setting equal in all processes that have it.
-
-    What is set on `rl` itself wins. Otherwise a setting that exactly one process, or several with
-    equal values, was given goes to the others.
-
-    Raises:
-        ConfigError: two processes were given different values and `rl` itself none; or what they were given does
-            not fit together.
-    """
+    """Return `config` with every shared setting equal in all processes that have it. What is set on `rl` itself wins.
+    Otherwise a setting that exactly one process, or several with equal values, was given goes to the others. Raise
+    ConfigError if two processes were given different values and `rl` none, or if settings do not fit together."""
     config = config.model_copy(deep=True)
     _check_teacher(config)
     _check_truncation(config)
@@ -197,24 +182,8 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     if sampling is not None and sampling.signal is None:
         sampling.signal = "parts" if config.trainer.tells_tokens_apart else "sum"
     if "urls" not in config.orchestrator.client.model_fields_set:
-        _check_ports(config)
         config.orchestrator.client.urls = config.inference.urls
     return config
-
-
-def _check_ports(config: RlConfig) -> None:
-    """Refuse one port for the live page and for a server that was given its own; one that picks takes another."""
-    server = config.inference.server
-    is_here = config.cluster is None and config.slurm is None
-    if not is_here or "port" not in server.model_fields_set:
-        return
-    ports = {one.server.port: name for name, one in config.inference.of_each().items()}
-    dashboard = config.trainer.dashboard
-    if dashboard is not None and dashboard.port in ports:
-        raise ConfigError(
-            f"dashboard.port = {dashboard.port} is the port of {ports[dashboard.port]} as well (inference.server.port "
-            f"= {server.port}): choose another with --dashboard.port, or 0 for any free one."
-        )
 
 
 def _check_teacher(config: RlConfig) -> None:
@@ -276,7 +245,7 @@ def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
         shown = ", ".join(f"{name}.{setting} = {_plain(value)}" for name, value in given.items())
         flag = setting.replace("_", "-")
         raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
-    if isinstance(own, Section):  # what it does not set stays as the processes have it
+    if isinstance(own, Section):  # unset keys stay as the processes have them
         below = [value.model_dump(exclude_unset=True) for value in values[:1] if isinstance(value, Section)]
         return type(own).model_validate(merged(below[0] if below else {}, own.model_dump(exclude_unset=True)))
     return values[0] if values else getattr(getattr(config, names[0]), setting)

@@ -143,6 +143,10 @@ class JournalConfig(Section):
     never trained again. Without checkpoints all stay: a trainer that dies starts again from the first."""
 
 
+ATTENDED_TOKENS = 4
+"""Most tokens that attention holds for each token of a row's budget. It holds a shared prompt once for each answer."""
+
+
 class TrainerConfig(TrainingCommand):
     """The trainer of an RL run; it trains on the batches that the orchestrator journals."""
 
@@ -216,7 +220,8 @@ class TrainerConfig(TrainingCommand):
 
     share_prompts: bool = True
     """Whether the answers to one prompt share its tokens in a row, which computes the prompt once for all of them, if
-    the model allows it (docs/models.md). Without dropout losses and gradients are the same up to rounding."""
+    the model allows it (docs/models.md) and as far as they fit `row_tokens`: with a prompt that almost fills a row each
+    answer computes it again. Without dropout losses and gradients are the same up to rounding."""
 
     async_level: int = Field(default=1, ge=0)
     """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""

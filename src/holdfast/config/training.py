@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.config.base import CkptConfig, Command, DType, LogFormat, ModelConfig, Section
+from holdfast.config.base import BY_DEVICE, CkptConfig, Command, DType, LogFormat, ModelConfig, Section
 from holdfast.config.cluster import SlurmConfig
-from holdfast.config.devices import BY_DEVICE
 from holdfast.config.evaluation import CheckpointEvalConfig
 from holdfast.config.view import (
     DashboardConfig,
@@ -440,9 +439,9 @@ class SftDataConfig(Section):
     too_long: Literal["error", "drop", "truncate"] = "error"
     """What to do with a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 
-    train_on: Literal["all", "last", "template"] = "all"
-    """What is trained of a chat: `all` turns of the assistant, the `last` of them, or what the chat `template` marks
-    with {% generation %}. In rows with a prompt, of the completion alone. Plain `text` is trained whole."""
+    train_on: Literal["all", "last"] = "all"
+    """What is trained of a chat: `all` turns of the assistant, or the `last` of them; in rows with a prompt, of the
+    completion alone. Plain `text` is trained whole."""
 
     pack: bool = True
     """Fill micro-batches up to a budget of tokens, several samples a row, which never see each other. Models whose

@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from holdfast.chat.template import tool_format_of
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import InferenceConfig
-from holdfast.config.devices import DeviceType
+from holdfast.config.base import DeviceType
 from holdfast.errors import ConfigError, DataError
 from holdfast.inference.access import RequestError
 from holdfast.inference.weights import read_label
@@ -186,7 +186,7 @@ class VllmSampler:
         return self._engine.errored
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Have the engine answer, with a token if it may generate one; return why it cannot, or None."""
+        """Ask the engine for a sign of life, a token if `generates`; return its failure, or None."""
         if not generates:
             await self._engine.get_weight_version()  # the answer comes from the engine's own loop
             return None

@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 
 from holdfast.config import InferenceConfig
-from holdfast.config.base import is_loopback
-from holdfast.config.devices import DeviceType
+from holdfast.config.base import DeviceType, is_loopback
 from holdfast.config.inference import ServerConfig
 from holdfast.config.load import read_toml
 from holdfast.config.resolved import choose_for_engine
@@ -39,7 +38,7 @@ from holdfast.process.heartbeat import start_heartbeat
 from holdfast.process.imports import leave_out_working_directory, protect_children
 from holdfast.process.scratch import SHORT_HOME, scratch_directory, scratch_name
 from holdfast.protocol.inference import Owner, read_admin_token
-from holdfast.run.inputs import check_max_len, check_model_path, check_tokenizer_path, check_weights_path
+from holdfast.run.inputs import check_model_path, check_tokenizer_path, check_weights_path
 from holdfast.run.run_dir import RunDir, owner_of
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -95,7 +94,7 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
 def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
     allow_many_connections()
     device = require_vllm()
-    preflight: Preflight = check(config, is_alone=owner is None)
+    preflight: Preflight = check(config)
     choose_for_engine(config, device)
     set_environment(config, device)
     _keep_temporary_files_in(scratch)
@@ -136,21 +135,17 @@ def set_environment(config: InferenceConfig, device: DeviceType) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def check(config: InferenceConfig, *, is_alone: bool) -> Preflight:
+def check(config: InferenceConfig) -> Preflight:
     """Check everything that can be checked without vLLM.
 
-    Args:
-        is_alone: started by `inference`, whose flags have no `inference.` before them.
-
     Raises:
-        ConfigError: the address or the admin token is at fault, or `model.max_len` is above the model's limit.
+        ConfigError: the address or the admin token is at fault.
         DataError: the model directory is at fault.
     """
     admin_token = required_token(config.server)
     with contextlib.ExitStack() as unless_all_is_well:
         sock = unless_all_is_well.enter_context(bind(config.server))
         model_dir, tokenizer_dir = resolve_model(config)
-        check_max_len(config, model_dir, key="model" if is_alone else "inference.model")
         unless_all_is_well.pop_all()
     return Preflight(sock=sock, admin_token=admin_token, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
 

@@ -94,7 +94,7 @@ class SamplingEngine(Protocol):
         ...
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Have the engine answer, with a token if it may generate one; return why it cannot, or None."""
+        """Ask the engine for a sign of life, a token if `generates`; return its failure, or None."""
         ...
 
 
@@ -234,7 +234,7 @@ class Routes:
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._run_probe())
         try:
-            # Shielded: a caller that gives up must not end the probe of the others.
+            # Shielded: a caller that gives up must not cancel the probe that other callers wait for.
             return await asyncio.wait_for(asyncio.shield(self._probe), self._health_timeout_s)
         except TimeoutError:
             return f"the engine gave no answer to a probe within {self._health_timeout_s:g} s"
@@ -258,7 +258,7 @@ class Routes:
 class PolicyVersionMiddleware:
     """Stamps every answer with the policy version, counts requests to vLLM's generation routes, renews the lease.
 
-    `3` served from the request's arrival to its answer; `3-4` says that an update came in between.
+    `3` served from the request's arrival to its answer; `3-4`: the weights changed meanwhile.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ class PolicyWorker:
     def stage_weights(self, location: str, version: int) -> StageResult | None:
         """Read and check the weights of `version` in a thread; None if that takes long: see `staged_weights`."""
         if self._staging is not None:
-            self._staging.exception()  # wait for an update that was given up
+            self._staging.exception()  # wait until an abandoned update has ended
         self._staging = Future()
         thread = threading.Thread(target=self._stage, args=(location, version, self._staging), daemon=True)
         thread.start()

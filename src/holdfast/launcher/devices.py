@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.config.devices import BY_DEVICE, DeviceType
+from holdfast.config.base import BY_DEVICE, DeviceType
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.resolved import choose_for_engine, choose_for_training
 from holdfast.config.rl import RlConfig

@@ -97,7 +97,7 @@ def reserve_first_free(host: str, first: int, *, count: int = 1) -> list[Reserva
 
 
 def release_all(held: list[Reservation]) -> None:
-    """Let go of all ports in the list, and empty it."""
+    """Release all ports in the list, and empty the list."""
     while held:
         held.pop().release()
 
@@ -122,11 +122,11 @@ _HEARTBEAT_S = 20.0
 _ENDING_S = 30.0  # for what a launcher that was killed leaves
 _LOOK_AGAIN_S = 0.05
 _FAILURES = (OSError, ValueError, HTTPException, RecursionError)
-_MOST_BYTES = 1 << 20  # of an answer, which may have no end
+_MOST_BYTES = 1 << 20  # of an answer: a foreign server may send without end
 
 
 class _Taken(Exception):
-    """A server or port that this run cannot have, and why.
+    """Why this run cannot use a server or port.
 
     Attributes:
         may_be_ending: the last start of the run may have left it; then it ends by itself.
@@ -296,7 +296,7 @@ class _ServerChoice:
             anyones: the user named it; otherwise it must be a server of the same user.
 
         Raises:
-            _Taken: it is not for this run.
+            _Taken: the server belongs to another run.
         """
         served = _look(address)
         if served is None:
@@ -331,7 +331,7 @@ class _ServerChoice:
         if owner is not None and owner.run_id != me.run_id and owner.directory != me.directory:
             raise _Taken(f"the inference server at {url} belongs to the run in {printable(owner.directory)}")
         if owner is not None and owner.lease_s is None and not self._run_dir.is_under_way():
-            # Its launcher has ended, so it is about to.
+            # The server's launcher has ended, so the server will end, too.
             raise _Taken(f"the inference server at {url} is of the last start of this run", may_be_ending=True)
         if self._config.dry_run:
             return
@@ -352,7 +352,7 @@ class _ServerChoice:
 
     @property
     def _me(self) -> Owner:
-        """The run, which may not have begun yet."""
+        """The run as an owner, also before its directory exists."""
         if self._run_dir.holds_run():
             return owner_of(self._run_dir)
         return Owner(self._new_id, directory_name(self._run_dir))

@@ -168,7 +168,7 @@ class RestartPolicy:
 def engine_failure(log: Path, *, begin: int = 0) -> str | None:
     """Return all lines of the exception that ended the engine of the last start in `log`, the first of a chain.
 
-    None if there is none, or if the engine was killed.
+    None if the log has no exception, or if the engine was killed.
 
     Args:
         begin: bytes of `log` that others wrote before.
@@ -214,7 +214,7 @@ def death_of(child: Child, *, stuck: str | None, restarts: RestartLimit) -> Proc
     """Return the error that ends a run because of `child`, with its exit code.
 
     Args:
-        stuck: in what it made no progress, if it was killed for that.
+        stuck: the work without progress, if the process was killed because of it.
     """
     reason, failure, how = child.error, engine_failure_of(child), how_it_ended(child)
     log = f"\n       log: {child.log}"
@@ -355,7 +355,7 @@ class FailureDetector:
             else:
                 continue
             child.process.show_stacks(monitor.pids(), child.log)
-            self._killed.add(child.process)  # once: it may hang in its storage for a while
+            self._killed.add(child.process)  # once: a process that waits for storage may not end at once
             child.process.kill()
 
     def restart_delay_s(self, child: Child, *, step: int) -> float | None:

@@ -356,7 +356,7 @@ def _become(argv: list[str], process: str) -> int:
 
 
 def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_on_gpu: bool) -> None:
-    """Give all cores to the trainer and all to the engines on the CPU, as each often waits for the other."""
+    """Let trainer and engines on the CPU both use all cores, since they often wait for each other."""
     cores = available_cores()
     if trainer.parallel.threads is None:
         trainer.parallel.threads = max(1, (cores // 2 if engine_on_gpu else cores) // trainer.parallel.ranks)

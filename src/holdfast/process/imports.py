@@ -1,13 +1,11 @@
 """Import order and user code: holdfast and installed packages come first, then the directory where a run starts.
 
-A user's directory may hold a `trainer.py`, a `config.py` or a `logging.py`. These files must not replace modules of
-holdfast, Python or its packages, in any process of a run; still, `module:function` in a setting names a module there.
-So every process starts without that directory on its path (`python -P`), and entries of PYTHONPATH move to the end of
-the path. The directory comes after them, when a user's module is loaded.
+A user's `trainer.py` or `logging.py` must not replace modules of holdfast or Python; still, `module:function` in a
+setting names a module there. So every process starts without the working directory on its path (`python -P`), and
+entries of PYTHONPATH move to its end. The directory comes after them, when a user's module is loaded.
 
-Libraries that move files draw from Python's global random generator, in threads of their own and as often as the
-network fails (botocore for pauses, aiohttp to choose a connection). In a trainer the generator belongs to the run:
-checkpoints hold its state, and a user's loss may draw from it. `keep_uploads_apart` keeps the libraries away from it.
+Libraries that upload (botocore, aiohttp) draw from Python's global random generator, as often as the network fails. In
+a trainer its state belongs to the run and its checkpoints. `keep_uploads_apart` gives uploads a generator of their own.
 """
 
 from __future__ import annotations
@@ -44,22 +42,17 @@ def protect_children() -> None:
 
 
 def leave_out_working_directory() -> None:
-    """Take the working directory off PYTHONPATH, for a process whose children import no module of the user.
-
-    What else is on it stays: clusters provide packages that way.
-    """
+    """Take the working directory off PYTHONPATH, for a process whose children import no module of the user. What else
+    is on it stays: clusters provide packages that way."""
     words = [word for word in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if word]
     if others := [word for word in words if Path(word).resolve() != Path.cwd()]:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
 
 
 def import_users(name: str) -> ModuleType:
-    """Import a module of the user, from PYTHONPATH or the working directory, or one that is installed.
-
-    Raises:
-        ConfigError: another module than that file has its name.
-        ImportError, and whatever the module raises; an ImportError says where a name in it belongs to another module.
-    """
+    """Import a module of the user, from PYTHONPATH or the working directory, or one that is installed. Raise
+    ConfigError if another module than that file has its name; ImportError, also with the module that took the name, and
+    whatever the module raises."""
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     importlib.invalidate_caches()
@@ -130,7 +123,7 @@ def keep_uploads_apart() -> None:
 def _divided(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def draw(*arguments: Any, **options: Any) -> Any:
-        # By name: the threads are made by libraries, after this.
+        # By name: libraries make the threads later.
         if threading.current_thread().name not in _THREADS:
             return real(*arguments, **options)
         if not hasattr(_apart, "generator"):
@@ -141,11 +134,8 @@ def _divided(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_name(name: str, built_in: Iterable[str]) -> str:
-    """Return `name` if it is one of `built_in` or has the form `module:function`.
-
-    Raises:
-        ValueError: it is neither, with what is allowed.
-    """
+    """Return `name` if it is one of `built_in` or has the form `module:function`. Raise ValueError, with the allowed
+    names, if it is neither."""
     allowed = tuple(built_in)
     module_name, colon, function_name = name.partition(":")
     if name in allowed or (colon and module_name and function_name.isidentifier()):
@@ -157,11 +147,8 @@ def check_name(name: str, built_in: Iterable[str]) -> str:
 
 
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
-    """Return the function that `name`, `module:function`, stands for; `key` is its dotted key, for messages.
-
-    Raises:
-        ConfigError: the module cannot be imported, or has no such function.
-    """
+    """Return the function that `name`, `module:function`, stands for; `key` is its dotted key, for messages. Raise
+    ConfigError if the module cannot be imported, or has no such function."""
     module_name, _, function_name = name.partition(":")
     try:
         module = import_users(module_name)
@@ -186,11 +173,8 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def load_loss(name: str, args: dict[str, Any]) -> Callable[..., Any]:
-    """Return the loss that `name` stands for.
-
-    Raises:
-        ConfigError: it cannot be loaded, or not be called as `function(data, **args)`.
-    """
+    """Return the loss that `name` stands for. Raise ConfigError if it cannot be loaded, or not be called as
+    `function(data, **args)`."""
     function = load_function(name, key="loss.type")
     try:
         inspect.signature(function).bind(None, **args)
@@ -206,8 +190,7 @@ def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) ->
     Args:
         unless: errors that are not the function's own; they are left as they are.
 
-    Raises:
-        TrainingError: it raised; a start after that would end in the same way.
+    Raise TrainingError if it raised: another start would end in the same way.
     """
     try:
         yield
@@ -223,11 +206,8 @@ def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) ->
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
-    """Return the module of an extra of holdfast.
-
-    Raises:
-        ConfigError: it is not installed; says which command installs it.
-    """
+    """Return the module of an extra of holdfast. Raise ConfigError, with the command that installs it, if it is not
+    installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

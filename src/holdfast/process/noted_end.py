@@ -1,6 +1,6 @@
 """Run another program that dies with its parent, and tell the parent how it ended: `Ending`, and a process between.
 
-For programs of others that are started by a library, which neither has a hand in how nor says how they ended. The
+For programs that a library starts without reporting how they ended. The
 process between is `... noted_end PARENT_PID DESCRIPTOR PROGRAM ARGUMENT ...`. It holds the pipes of the program open
 until it has written the end down, so whoever reads their end finds it.
 """
@@ -22,14 +22,12 @@ class Ending:
         self._memory = os.memfd_create("holdfast-ending", os.MFD_CLOEXEC)
 
     def command(self, program: str, *arguments: str) -> list[str]:
-        """Return the command that runs `program` behind the process between."""
+        """Return the command that runs `program` below the process between."""
         return module_command("holdfast.process.noted_end", str(os.getpid()), str(self._memory), program, *arguments)
 
     def is_from_outside(self) -> bool:
-        """Whether the program, which is over, was killed; True also if the process between was.
-
-        Shells and other programs that run the server say 128 + the signal that it was killed by.
-        """
+        """Whether the program, which is over, was killed; True also if the process between was. Shells and other
+        programs that run the server say 128 + the signal that it was killed by."""
         noted = os.pread(self._memory, 16, 0)
         return not noted or killed_by(int(noted)) is not None or killed_by(128 - int(noted)) is not None
 
@@ -52,7 +50,7 @@ def _run(parent: int, descriptor: str, command: list[str]) -> None:
         finally:
             os._exit(127)
     # It is sent to the group: the program, which dies with this process, shall have the time to clear up. Many programs
-    # end with 0 then, as if they had come to their end.
+    # end with 0 then, as if they had finished.
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])

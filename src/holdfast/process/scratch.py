@@ -1,7 +1,7 @@
 """Directories of temporary files that are removed however their process ends.
 
 A process holds a lock on a file in its directory, and the kernel lets go of that when the process is over, be it by
-`kill -9`. So a directory whose lock nobody holds has been left behind, and whoever comes next removes it.
+`kill -9`. So a directory whose lock nobody holds is abandoned, and the next process removes it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from pathlib import Path
 LOCK_NAME = ".lock"
 SHORT_HOME = Path("/tmp")
 """For sockets, whose paths have 107 bytes at most, where the directory for temporary files has a long name."""
-_held: dict[Path, int] = {}  # of this process: looking at one of them would let go of its lock
+_held: dict[Path, int] = {}  # of this process: opening and closing one would release its lock
 
 
 def scratch_name() -> str:
-    """Return what the names of all directories of this user on this host begin with.
-
-    Of this host, as some filesystems that several have in common keep their locks to each.
-    """
+    """Return what the names of all directories of this user on this host begin with. Of this host, as some filesystems
+    that several have in common keep their locks to each."""
     return f"holdfast-{os.getuid()}-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
@@ -42,7 +40,7 @@ def scratch_directory(home: Path | None = None) -> Iterator[Path]:
 
 
 def make_scratch(home: Path) -> Path:
-    """Make a directory in `home` for this process alone, and remove those that others have left there."""
+    """Make a directory in `home` for this process, and remove abandoned ones."""
     remove_abandoned(home)
     while True:
         path = Path(tempfile.mkdtemp(prefix=scratch_name(), dir=home))
@@ -51,16 +49,14 @@ def make_scratch(home: Path) -> Path:
 
 
 def hold(path: Path) -> bool:
-    """Mark the directory as one in use until `drop`, or the end of this process; False where it was just removed.
-
-    Where the filesystem has no locks nothing is marked, and nothing is removed by others.
-    """
+    """Mark the directory as in use until `drop` or the end of this process; False if it was just removed. On a
+    filesystem without locks nothing is marked, and other processes remove nothing."""
     try:
         lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         return False
     try:
-        # Not flock: a child that was forked would go on holding it.
+        # Not flock: a forked child would keep holding it.
         fcntl.lockf(lock, fcntl.LOCK_EX)
         is_there = os.path.samestat(os.fstat(lock), os.stat(path / LOCK_NAME))  # noqa: PTH116 - beside fstat
     except FileNotFoundError:

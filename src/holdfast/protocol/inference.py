@@ -1,16 +1,11 @@
 """The HTTP API of the inference server: routes, headers, bodies, answers, error codes and limits, for both sides.
 
 The server (`holdfast.inference`) and its callers (`holdfast.orchestrator.client`, the launcher) take the API only from
-this file. Bodies and answers are JSON. The types here bound each body, and the server refuses anything else. A caller
-decodes an answer with the same types, and then checks it as input from outside: see
-`holdfast.orchestrator.client.http`.
+this file. Bodies and answers are JSON. The types bound each body, and the server refuses anything else. Callers decode
+an answer with the same types, and then check it as input from outside: see `holdfast.orchestrator.client.http`.
 
-`Canary` holds log-probabilities of the parity prompt, by which trainer and engine show that they hold the same policy.
-A digest proves that an engine read the right bytes. The parity check proves that the engine computes the right thing
-from them: it finds another architecture detail, a stale cache or a wrong dtype.
-
-The admin token and API keys come from the environment, are the same on both sides, and are never printed. `ChatCall`
-and `ChatReply` describe requests to servers that speak OpenAI's chat protocol.
+A digest proves that an engine read the right bytes. The parity prompt (`Canary`) proves that it computes the right
+thing from them: it finds another architecture detail, a stale cache or a wrong dtype.
 """
 
 from __future__ import annotations
@@ -35,17 +30,17 @@ MODELS_ROUTE = "/v1/models"
 """vLLM's own: a `ModelList`."""
 
 OWNER_HEADER = "x-holdfast-run"
-"""Header of any request with a run's id: a sign of life of the run that owns the server."""
+"""Header of any request with a run's id: a heartbeat of the run that owns the server."""
 
 VERSION_HEADER = "x-policy-version"
-"""Header of every answer: which policy version made it."""
+"""Header of every answer: the policy version that made it."""
 
 ErrorCode = Literal["owned", "other_weights", "unreadable"]
-"""What a program can do something about.
+"""Errors that a program can react to.
 
     owned           409: the server is another run's
     other_weights   409: the request is for other weights than those that serve
-    unreadable      507: the storage does not give the weights of a push, which may be right
+    unreadable      507: the storage failed to read the weights of a push; they may be whole
 """
 OWNED: ErrorCode = "owned"
 OTHER_WEIGHTS: ErrorCode = "other_weights"
@@ -72,8 +67,7 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A run that owns servers, or wants to. Body of `POST /claim` and `POST /release`.
 
     Attributes:
-        run_id: its id.
-        directory: `host:path` of its directory, for people; one run at a time can hold a directory.
+        directory: `host:path` of its directory, for people.
     """
 
     run_id: str
@@ -84,8 +78,8 @@ class OwnerStatus(msgspec.Struct, frozen=True):
     """The owner as `GET /weights` shows it.
 
     Attributes:
-        silent_s: seconds since its last sign of life.
-        lease_s: silent for so long it owns the server no more; None: it owns it as long as the server lives.
+        silent_s: seconds since its last heartbeat.
+        lease_s: after this silence the run no longer owns the server; None: it does as long as the server lives.
     """
 
     run_id: str
@@ -108,8 +102,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         min_p: tokens at least this times as likely as the likeliest; 0: all.
         stop_token_ids: a choice ends after sampling one of these; nothing else stops it.
         prompt_logprobs: also give the log-probabilities of the prompt, for checks.
-        weights_digest: of the weights that the request is for: others refuse it with 409 and the code
-            `other_weights`. None: whichever serve; runs always name them.
+        weights_digest: of the weights that the request is for: a server with others refuses it with 409 and
+            `other_weights`. None: any; runs always name them.
     """
 
     token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
@@ -131,7 +125,7 @@ class Completion(msgspec.Struct):
         token_ids: the sampled ids, with the stop token.
         logprobs: their log-probabilities in the distribution from which they were sampled.
         finish_reason: `stop`, `length` or `abort`.
-        versions: which policy version sampled which tokens. Positions count from the first sampled token.
+        versions: the policy version of each span. Positions count from the first sampled token.
     """
 
     token_ids: TokenIds
@@ -166,7 +160,7 @@ class GenerateResponse(msgspec.Struct):
     Attributes:
         choices: one per seed.
         version: the newest that sampled any of it.
-        boot_id: of the server: another one in the next answer means that it was restarted in between.
+        boot_id: of the server; it changes when the server restarts.
     """
 
     choices: list[Choice]
@@ -181,9 +175,9 @@ class ServedWeights(msgspec.Struct):
         version: None before the first weights.
         digest: `holdfast.run.weights` of the bytes that the engine loaded.
         model: its name; see `same_model`.
-        uid: of the user whose server it is.
-        boot_id: of the server: another one means that it was restarted.
-        owner: the run that it is for; None: nobody's.
+        uid: of the user who runs the server.
+        boot_id: of the server; it changes when the server restarts.
+        owner: the run that it serves; None: any.
     """
 
     version: int | None
@@ -200,7 +194,7 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         path: a directory that the engine's machine can read.
         version: of the weights in it.
-        owner: the run whose weights these are, which then owns the server; None: nobody's, and the server must be.
+        owner: the run of the weights, which then owns the server; None: only for a server without an owner.
     """
 
     path: str
@@ -231,12 +225,7 @@ class HealthStatus(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct, omit_defaults=True):
-    """An answer that is an error.
-
-    Attributes:
-        error: the reason, for people.
-        code: one of `ErrorCode`; empty where a program can do nothing about it. Text, as others may answer, too.
-    """
+    """An answer that is an error: the reason for people, and one of `ErrorCode`, empty without one."""
 
     error: str = ""
     code: str = ""
@@ -261,10 +250,7 @@ def largest_request(max_len: int) -> int:
 
 
 def largest_answer(request: GenerateRequest) -> int:
-    """Return how many bytes the answer to `request` can have at most, with much to spare for how numbers are written.
-
-    Were every token sampled by weights of its own, it would come with a span of them.
-    """
+    """Return how many bytes the answer to `request` can have at most, even if each token has a span of its own."""
     per_choice = _CHOICE_BYTES + _SAMPLED_TOKEN_BYTES * request.max_tokens
     if request.prompt_logprobs:
         per_choice += _PROMPT_TOKEN_BYTES * len(request.token_ids)
@@ -272,10 +258,10 @@ def largest_answer(request: GenerateRequest) -> int:
 
 
 def same_model(served: str, wanted: str) -> bool:
-    """Whether two names of models are equal, or paths of one directory: a server's, whatever it says, and a run's."""
+    """Whether two names of models are equal, or paths of one directory."""
     try:
         return served == wanted or Path(served).samefile(wanted)
-    except (OSError, ValueError):  # one is not there, or no path at all
+    except (OSError, ValueError):  # a directory is missing, or a name is not a path
         return False
 
 
@@ -285,11 +271,11 @@ MAX_TOKENS = 32
 
 
 class Canary(msgspec.Struct):
-    """What the trainer computed.
+    """The trainer's log-probabilities of the parity prompt.
 
     Attributes:
         token_ids: the text, at most `MAX_TOKENS` tokens.
-        logprobs: of every token but the first given those before it, in nats, at temperature 1.
+        logprobs: of every token except the first given those before it, in nats, at temperature 1.
         allowed_nats: mean absolute difference that counts as rounding; None: any.
     """
 
@@ -298,15 +284,13 @@ class Canary(msgspec.Struct):
     allowed_nats: float | None
 
     def head(self, num_tokens: int) -> Canary:
-        """Return the canary of the first tokens alone, for engines that take no more."""
+        """Return the canary of the first tokens only, for engines that take no more."""
         return Canary(self.token_ids[:num_tokens], self.logprobs[: max(0, num_tokens - 1)], self.allowed_nats)
 
 
 def deviation(canary: Canary, logprobs: Sequence[float]) -> float:
-    """Return the mean absolute difference of an engine's `logprobs`, in nats.
-
-    Infinite where their number differs; 0 of a single token, before which there is none.
-    """
+    """Return the mean absolute difference of an engine's `logprobs`, in nats. Infinite if their number differs; 0 for a
+    single token."""
     if len(logprobs) != len(canary.logprobs):
         return float("inf")
     differences = [abs(ours - theirs) for ours, theirs in zip(canary.logprobs, logprobs, strict=True)]
@@ -314,13 +298,12 @@ def deviation(canary: Canary, logprobs: Sequence[float]) -> float:
 
 
 def read_key(name: str, *, what: str = "key") -> str | None:
-    """Return the key in the environment variable `name`; None where it is not set or empty.
+    """Return the key in the environment variable `name`; None if unset or empty.
 
     Args:
         what: it is called in the message.
 
-    Raises:
-        ConfigError: it cannot stand in a header. The message does not repeat it.
+    Raise ConfigError, without the key, if it cannot stand in a header.
     """
     key = os.environ.get(name, "")
     if not key:
@@ -334,11 +317,8 @@ def read_key(name: str, *, what: str = "key") -> str | None:
 
 
 def read_admin_token(name: str) -> str | None:
-    """Return the token in the environment variable `name`; None where it is not set or empty.
-
-    Raises:
-        ConfigError: it cannot stand in a header. The message does not repeat it.
-    """
+    """Return the token in the environment variable `name`; None if unset or empty. Raise ConfigError,
+    without the token, if it cannot stand in a header."""
     return read_key(name, what="admin token")
 
 

@@ -35,16 +35,11 @@ if sys.byteorder != "little":  # untested: needs a big-endian machine
 
 
 class _Packed(array):
-    """An array of one item type."""
-
     item: ClassVar[str]
 
     def __new__(cls, values: bytes | Sequence[float] = b"") -> Self:
-        """Return an array of numbers, or of the bytes of their items.
-
-        Raises:
-            ValueError: a value does not fit the item type, or the bytes are no whole number of items.
-        """
+        """Return an array of numbers, or of the bytes of their items. Raise ValueError if a value does not fit the item
+        type, or the bytes hold part of an item."""
         if not isinstance(values, bytes):
             try:
                 values = struct.pack(f"{len(values)}{cls.item}", *values)  # half the time of array(item, values)
@@ -95,11 +90,8 @@ def encode_packed(value: Any) -> memoryview:
 
 
 def decode_packed(kind: type[Any], value: Any) -> Any:
-    """Return a packed array from its bytes, or from the list of numbers that JSON has: `dec_hook` for msgspec.
-
-    Raises:
-        ValueError: `value` is neither, or does not fit.
-    """
+    """Return a packed array from its bytes, or from the list of numbers that JSON has: `dec_hook` for msgspec. Raise
+    ValueError if `value` is neither, or does not fit."""
     if issubclass(kind, _Packed) and isinstance(value, bytes | list):
         return kind(value)
     raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
@@ -113,7 +105,7 @@ def list_packed(value: _Packed) -> list[int] | list[float] | list[bool]:
 class Sampling(msgspec.Struct, frozen=True):
     """softmax(logits / temperature), cut to its likelier tokens and normalised again.
 
-    The cuts follow one another in this order, each on what the one before has left. None cuts the likeliest token.
+    The cuts apply in this order, each to the remaining tokens. The likeliest token always stays.
 
     Attributes:
         temperature: softmax temperature.
@@ -198,9 +190,9 @@ class Rollout(msgspec.Struct, kw_only=True):
         metrics: further numbers of the environment, such as `exact`.
         reference_logprobs: per token, the teacher's log-probability at temperature 1; 0.0 where not sampled.
             None without a teacher that judges.
-        step_rewards: rewards of turns or tokens, beside `reward`; None where the environment gives none.
+        step_rewards: rewards of turns or tokens, beside `reward`; None without any.
         branch_starts: where in `token_ids` each branch begins: a sequence of its own to a model, whose first tokens are
-            a prompt. More than one where the chat template wrote the history anew.
+            a prompt. More than one if the chat template rewrote the history.
     """
 
     environment: str
@@ -221,7 +213,7 @@ class Rollout(msgspec.Struct, kw_only=True):
 
     @property
     def branches(self) -> list[slice]:
-        """What of `token_ids`, and of all that follows the tokens, is each branch."""
+        """The slice of each branch in `token_ids` and the other arrays per token."""
         return [slice(*ends) for ends in pairwise([*self.branch_starts, len(self.token_ids)])]
 
     def stretches(self, tokens: slice = slice(None)) -> list[tuple[bool, list[int]]]:
@@ -231,7 +223,7 @@ class Rollout(msgspec.Struct, kw_only=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
-    """A task that was drawn for a batch, and whose group is not in it.
+    """A task drawn for a batch whose group was dropped.
 
     Attributes:
         environment: name of the environment.
@@ -255,12 +247,7 @@ ZERO_VARIANCE = "groups/zero_variance"
 
 
 def has_signal(outcome: list[Rollout] | Dropped, signal: Signal) -> bool:
-    """Whether a group has unequal rewards. Equal ones say nothing about which of its rollouts is better.
-
-    Args:
-        signal: what counts, as in `DynamicSamplingConfig`; rewards of turns and tokens that differ within a rollout do
-            as `parts`.
-    """
+    """Whether a group has unequal rewards; `signal` says which count, as in `DynamicSamplingConfig`."""
     if isinstance(outcome, Dropped):
         return False
     of_parts = [rollout.step_rewards.rewards if rollout.step_rewards else [] for rollout in outcome]
@@ -279,17 +266,16 @@ def zero_variance(groups: Sequence[list[Rollout]], signal: Signal) -> dict[str, 
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """What optimizer step `step` trains on.
+    """The rollouts that optimizer step `step` (from 1) trains on.
 
     Attributes:
-        step: 1-based optimizer step.
         policy_version: the version that the schedule asked for.
         weights_digest: `run.weights` of the weights of that version that sampled it; empty where a
             teacher did.
         teacher_digest: of the teacher that sampled or judged it; empty without one.
         rollouts: in a fixed order (problem, then sample), independent of timing.
-        dropped: tasks that were drawn for this batch and are not in it, in the order of the draw.
-        metrics: the orchestrator's numbers about this batch; the trainer writes them out with its own.
+        dropped: tasks drawn for this batch and dropped, in the order of the draw.
+        metrics: the orchestrator's numbers about this batch, which the trainer logs with its own.
     """
 
     format: int = BATCH_FORMAT
@@ -316,11 +302,8 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes) -> Batch:
-    """Return the batch in the bytes of its file.
-
-    Raises:
-        ValueError: it is damaged, or has another format than `BATCH_FORMAT`; says which.
-    """
+    """Return the batch in the bytes of its file. Raise ValueError if it is damaged, or has another format than
+    `BATCH_FORMAT`."""
     found = msgspec.msgpack.decode(data, type=_Versioned).format
     if found != BATCH_FORMAT:
         raise ValueError(f"it has format {found}; this version reads format {BATCH_FORMAT}")
@@ -332,11 +315,7 @@ _HIGHEST_LOGPROB = 1e-4
 
 
 def vocab_size_in(path: Path) -> int:
-    """Return how many token ids the model with this config.json has.
-
-    Raises:
-        DataError: it does not say.
-    """
+    """Return how many token ids the model with this config.json has. Raise DataError if it does not say."""
     try:
         config = json.loads(path.read_bytes())
         sizes = [section["vocab_size"] for section in (config, *_sections(config)) if "vocab_size" in section]
@@ -353,7 +332,7 @@ def _sections(config: dict[str, object]) -> list[dict[str, object]]:
 
 
 def problem_of_ids(token_ids: Sequence[int], vocab_size: int | None) -> str | None:
-    """Return which of the ids no model has, or one of `vocab_size` tokens has not; or None."""
+    """Return the problem of ids that a model with `vocab_size` tokens (None: any) does not have, or None."""
     if token_ids and min(token_ids) < 0:
         return f"token_ids holds {min(token_ids)}, allowed are 0 and above"
     if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
@@ -365,7 +344,7 @@ def problem_of_logprobs(field: str, logprobs: Sequence[float], *, least: float =
     """Return which of the log-probabilities cannot be one, or None."""
     if not logprobs or (
         math.isfinite(sum(logprobs)) and least <= min(logprobs) and max(logprobs) <= _HIGHEST_LOGPROB
-    ):  # without a step of the interpreter for each
+    ):  # without a Python loop
         return None
     for logprob in logprobs:
         if not math.isfinite(logprob) or not least <= logprob <= _HIGHEST_LOGPROB:
@@ -375,11 +354,7 @@ def problem_of_logprobs(field: str, logprobs: Sequence[float], *, least: float =
 
 
 def problem_of_batch(batch: Batch, vocab_size: int | None) -> str | None:
-    """Return what of a batch nobody can have sampled, or None: a version that checked less may have journaled it.
-
-    Args:
-        vocab_size: how many token ids the model has; None where that is not known.
-    """
+    """Return what of a batch no policy with `vocab_size` tokens (None: unknown) can have sampled, or None."""
     for rollout in batch.rollouts:
         problem = (
             problem_of_ids(rollout.token_ids, vocab_size)

@@ -32,11 +32,8 @@ _log = logging.getLogger("holdfast.remote")
 
 
 class RemoteCheckpoints:
-    """The checkpoints of one run below `url`. Every method may raise `StorageError`.
-
-    Raises:
-        ConfigError: the URL cannot be used, or its driver is not installed.
-    """
+    """The checkpoints of one run below `url`. Every method may raise `StorageError`. Raise ConfigError if the URL
+    cannot be used, or its driver is not installed."""
 
     def __init__(self, url: str) -> None:
         self._store = ObjectStore(url)
@@ -47,25 +44,21 @@ class RemoteCheckpoints:
         return [step for step in self._numbers("") if self._store.read(f"step_{step}/{MANIFEST_NAME}") is not None]
 
     def read_manifest(self, step: int) -> Manifest:
-        """Return the manifest of `step`.
-
-        Raises:
-            CheckpointError: the step is not committed, or its manifest is damaged.
-        """
+        """Return the manifest of `step`. Raise CheckpointError if the step is not committed, or its manifest is
+        damaged."""
         return self._committed(f"step_{step}", "checkpoint", step)[0]
 
     def upload(self, directory: Path, step: int, *, weights: Sequence[Path] = ()) -> bool:
         """Copy a committed checkpoint; return whether there was anything to do.
 
-        A step that is there with the same manifest is left alone. With another one, the old step ceases
-        to exist before its first file is replaced.
+        A step with the same manifest is not uploaded again. With another manifest, the old step is uncommitted before
+        its first file is replaced.
 
         Args:
             directory: the checkpoint on this machine; checked against its manifest, byte for byte.
             weights: published weights that a resume from it needs; copied first.
 
-        Raises:
-            CheckpointError: it is not the intact checkpoint of `step`; nothing is committed then.
+        Raise CheckpointError if it is not the intact checkpoint of `step`; nothing is committed then.
         """
         listing = manifest.read_manifest(directory)
         if listing.step != step:
@@ -76,7 +69,8 @@ class RemoteCheckpoints:
         return self._upload(directory, f"step_{step}")
 
     def write_identity(self, run_dir: RunDir) -> None:
-        """Keep what says who the run is, as it is now: small files, which another machine needs to be the same run."""
+        """Upload the files that identify the run, as they are now: another machine needs them to continue as the same
+        run."""
         files = {"run.json": _read(run_dir.path / "run.json")}
         inputs = run_dir.noted_inputs()
         found = {INPUTS_NAME: inputs} if inputs is not None else {}
@@ -117,7 +111,7 @@ class RemoteCheckpoints:
         misfit = self._misfit(name, files)
         if misfit is not None:
             raise StorageError(f"{misfit} after it was written; the store cannot be trusted")
-        # The bytes that were checked, not the file: it is the same manifest, to the bit, on both sides.
+        # The bytes that were checked, so both sides have the same manifest.
         self._store.write(f"{name}/{MANIFEST_NAME}", data)
         return True
 
@@ -131,23 +125,19 @@ class RemoteCheckpoints:
         return None
 
     def download(self, step: int, to: Path, *, make_room: Callable[[Path], object] = atomic.remove_directory) -> None:
-        """Copy a step to the directory `to`, which then holds it, verified, or is as it was before.
+        """Copy a step to the directory `to`, verified; on failure `to` stays as before.
 
         Args:
-            make_room: what becomes of the directory that is there already, once the other is whole.
+            make_room: removes or moves an existing directory, once the download is whole.
 
-        Raises:
-            CheckpointError: the step is not there or damaged, naming the file.
-            RunDirError: `to` cannot be written, which is no fault of the step.
+        Raise CheckpointError if the step is not there or damaged, naming the file; RunDirError if `to` cannot be
+        written, which is not a fault of the step.
         """
         self._download(f"step_{step}", "checkpoint", step, to, make_room)
 
     def download_weights(self, version: int, to: Path) -> bool:
-        """Copy the weights of a version to `to`; return whether they are there.
-
-        Raises:
-            CheckpointError: they are damaged, naming the file.
-        """
+        """Copy the weights of a version to `to`; return whether they are there. Raise CheckpointError if they are
+        damaged, naming the file."""
         name = f"{WEIGHTS_DIR}/step_{version}"
         if self._store.read(f"{name}/{MANIFEST_NAME}") is None:
             return False
@@ -168,7 +158,7 @@ class RemoteCheckpoints:
                 manifest.check_file(target, entry, where=f"{self.url}/{name}/{file}")
             (temporary / MANIFEST_NAME).write_bytes(data)
             if to.exists():
-                # Only now: until the other is whole, what is there may be all that is left.
+                # Only now: until the download is whole, the old directory may be the only copy.
                 make_room(to)
             atomic.publish_directory(temporary, to)
         except OSError as error:
@@ -177,7 +167,6 @@ class RemoteCheckpoints:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _committed(self, name: str, kind: Kind, step: int) -> tuple[Manifest, bytes]:
-        """Return a manifest, decoded and as it lies there."""
         where = f"{self.url}/{name}/{MANIFEST_NAME}"
         data = self._store.read(f"{name}/{MANIFEST_NAME}")
         if data is None:
@@ -217,10 +206,8 @@ class RemoteCheckpoints:
         return removed
 
     def set_aside_after(self, step: int) -> list[int]:
-        """Make later steps not exist, as a resume from `step` rewrites them; return which.
-
-        Their files stay until the same step is uploaded again, with the manifest as `discarded.json`.
-        """
+        """Make later steps not exist, as a resume from `step` rewrites them; return which. Their files stay until the
+        same step is uploaded again, with the manifest as `discarded.json`."""
         later = []
         for number in reversed(self._numbers("")):
             if number > step and (data := self._store.read(f"step_{number}/{MANIFEST_NAME}")) is not None:
@@ -237,13 +224,13 @@ class RemoteCheckpoints:
 
         Args:
             protected: steps to keep whatever `retention` says.
-            older_weights: how many versions before its own a step needs. 0: no weights are touched.
+            older_weights: how many earlier versions of weights a step needs; 0: leave all weights.
         """
         saved = {}
         for step in self.steps():
             try:
                 saved[step] = self.read_manifest(step).metrics
-            # Before its base class: a store that is away says nothing about the manifest.
+            # Before its base class: an unreachable store is not a damaged manifest.
             except StorageError:
                 raise
             except CheckpointError as error:
@@ -257,7 +244,7 @@ class RemoteCheckpoints:
         needed = {version for step in kept for version in range(step - older_weights, step + 1)}
         if older_weights and kept:
             for version in self._numbers(f"{WEIGHTS_DIR}/"):
-                # Later ones may be of an upload that was cut off between weights and step, and comes again.
+                # Later weights may belong to an interrupted upload that is repeated.
                 if version not in needed and version < max(kept):
                     self._remove_directory(f"{WEIGHTS_DIR}/step_{version}")
         return superseded

@@ -1,7 +1,7 @@
 """Files below one URL (S3, a shared filesystem, memory), through fsspec.
 
-Every call has a few tries and, where the filesystem is asynchronous as S3's is, a deadline. An object is there whole or
-not at all; nothing can be renamed.
+Every call has a few tries and, where the filesystem is asynchronous as S3's is, a deadline. Objects appear whole or not
+at all; they cannot be renamed.
 """
 
 from __future__ import annotations
@@ -66,14 +66,11 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _pauses() -> Iterator[float]:
-    """Yield the pauses between tries."""
     for exponent in range(TRIES - 1):
         yield FIRST_DELAY_S * 2**exponent * _generator.uniform(0.5, 1.0)
 
 
 class _TransferProgress(Callback):
-    """Remembers when a transfer last moved."""
-
     def __init__(self) -> None:
         super().__init__()
         self.moved_s = time.monotonic()
@@ -88,9 +85,8 @@ class ObjectStore:
     Credentials and endpoint come from the environment of the driver: AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_PROFILE and so on.
 
-    Raises:
-        ConfigError: the URL cannot be used, or its driver is not installed.
-        StorageError: from every method, naming URL, operation and reason.
+    Raise ConfigError if the URL cannot be used, or its driver is not installed. Every method may raise StorageError
+    with URL, operation and reason.
     """
 
     def __init__(self, url: str) -> None:
@@ -149,11 +145,8 @@ class ObjectStore:
             raise self._failure(operation, error) from error
 
     def put(self, path: Path, name: str) -> None:
-        """Copy the local file `path` to `name`.
-
-        Raises:
-            OSError: `path` cannot be read, which is no fault of the store.
-        """
+        """Copy the local file `path` to `name`. Raise OSError if `path` cannot be read, which is not a fault of
+        the store."""
         operation = f"writing {name}"
         try:
             self._call(operation, "put_file", str(path), self._path(name), local=path, callback=_TransferProgress())
@@ -163,11 +156,8 @@ class ObjectStore:
             raise self._failure(operation, error) from error
 
     def get(self, name: str, path: Path) -> bool:
-        """Copy `name` to the local file `path`; return whether there is such a file.
-
-        Raises:
-            OSError: `path` cannot be written, which is no fault of the store.
-        """
+        """Copy `name` to the local file `path`; return whether there is such a file. Raise OSError if `path` cannot be
+        written, which is not a fault of the store."""
         try:
             self._call(
                 f"reading {name}", "get_file", self._path(name), str(path), local=path, callback=_TransferProgress()
@@ -219,15 +209,12 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def _call(self, operation: str, method: str, *arguments: Any, local: Path | None = None, **options: Any) -> Any:
-        """Call a method of the filesystem until it succeeds or nothing is to be hoped for.
+        """Call a method of the filesystem, with retries.
 
         Args:
             local: the file of this machine that it reads or writes.
 
-        Raises:
-            FileNotFoundError: what it is about is not there, but the place that it would be in.
-            OSError: of `local`.
-            StorageError: anything else.
+        Raise FileNotFoundError if the object is missing and its bucket exists; OSError of `local`; else StorageError.
         """
         pauses = _pauses()
         while True:
@@ -243,7 +230,7 @@ class ObjectStore:
                     raise self._failure(operation, error) from error
                 raise
             except Exception as error:
-                # A file of this machine that fails is no fault of the store: it goes to the caller as it is.
+                # A file of this machine that fails is not a fault of the store: raise it as it is.
                 if local is not None and _is_of(local, error, is_download=method == "get_file"):
                     raise
                 pause = next(pauses, None)
@@ -305,7 +292,7 @@ def _is_of(local: Path, error: Exception, *, is_download: bool) -> bool:
 
 
 def _code(error: BaseException | None) -> str:
-    """Return the S3 error code behind an error, empty for none."""
+    """Return the S3 error code of an error, empty for none."""
     for one in causes(error):
         response = getattr(one, "response", None)
         if isinstance(response, dict):

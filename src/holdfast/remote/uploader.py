@@ -1,4 +1,4 @@
-"""Copies committed checkpoints to a store behind the training, one at a time."""
+"""Copies committed checkpoints to a store in the background, one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.run.checkpoints import Retention
 from holdfast.run.run_dir import RunDir
 
 CLOSE_S = 4200.0
-"""How long the end of a run waits for uploads, unless told otherwise: a store may be away for an hour."""
+"""How long the end of a run waits for uploads, unless told otherwise: stores can fail for an hour."""
 _GIVE_UP_S = 10.0
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
@@ -36,8 +36,8 @@ class _Upload:
 class Uploader:
     """A thread that uploads checkpoints in the order they are submitted, and prunes the store after each.
 
-    What fails and may pass is tried again, with growing pauses, until the run ends: a store that is away costs
-    nothing but time. What waits is not the only copy, so retention may remove it: then it is superseded there as well.
+    Uploads that fail for now are tried again, with growing pauses, until the run ends. A waiting upload is not the only
+    copy, so retention may remove its checkpoint.
 
     Used by the one process that commits checkpoints.
 
@@ -89,7 +89,7 @@ class Uploader:
             self._changed.notify_all()
 
     def release(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` may be removed here: it is not being read, nor ever will be."""
+        """Return whether the checkpoint of `step` may be removed here: no upload reads it, now or later."""
         with self._changed:
             if self._current is not None and self._current.step == step:
                 return False
@@ -102,35 +102,25 @@ class Uploader:
             return True
 
     def poll(self) -> None:
-        """Raise the first failure since the last call that will not be tried again; all are logged.
-
-        That is a checkpoint that is damaged, and a store that refuses what is to be its very first upload.
-
-        Raises:
-            CheckpointError: with URL, operation and reason.
-        """
+        """Raise the first failure since the last call that will not be tried again; all are logged. Such failures are a
+        damaged checkpoint, and a store that refuses the very first upload. Raise CheckpointError, with URL, operation
+        and reason."""
         with self._changed:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything submitted is uploaded or has failed for good; return whether that came in time.
-
-        Raises:
-            CheckpointError: an upload failed.
-        """
+        """Wait until everything submitted is uploaded or has failed for good; return whether that came in time. Raise
+        CheckpointError if an upload failed."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._jobs and self._current is None, timeout_s)
         self.poll()
         return done
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait for the uploads, tried again meanwhile, and end the thread; what is not done in time is given up.
-
-        Raises:
-            CheckpointError: an upload failed, or was given up: which steps are on this machine only.
-        """
+        """Wait for the uploads, tried again meanwhile, and end the thread; uploads that take longer are given up. Raise
+        CheckpointError, with the steps that are on this machine only, if an upload failed or was given up."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -161,7 +151,6 @@ class Uploader:
         self.poll()
 
     def _work(self) -> None:
-        """Take jobs until closed and empty."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._is_closed)

@@ -40,22 +40,19 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create `path` and its missing parents, durably: what is published in it must not be lost with it."""
+    """Create `path` and its missing parents, durably, so that files published in it are not lost with it."""
     if path.is_dir():
         return
     make_directory(path.parent)
-    # exist_ok: another rank or process may make it between the look and this.
+    # exist_ok: another process may make it meanwhile.
     path.mkdir(exist_ok=True)
     # A new name is durable only when the directory that holds it is flushed.
     fsync_directory(path.parent)
 
 
 def fsync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` (and `path` itself) to the disk.
-
-    Raises:
-        OSError: one of them could not be flushed, or not even listed.
-    """
+    """Flush every file and directory below `path` (and `path` itself) to the disk. Raise OSError if one of them could
+    not be listed or flushed."""
 
     def fail(error: OSError) -> None:  # os.walk itself passes over what it cannot list
         raise error
@@ -104,15 +101,12 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def publish_directory(temporary: Path, final: Path) -> None:
-    """Give a complete directory its final name, durably. `final` must not exist.
-
-    Raises:
-        FileExistsError: `final` exists; published directories are never written over.
-    """
+    """Give a complete directory its final name, durably. `final` must not exist. Raise FileExistsError if `final`
+    exists; published directories are never written over."""
     # rename would quietly replace an empty directory.
     if final.exists():
         raise FileExistsError(f"{final} exists already; published directories are never overwritten")
-    # All content before the rename: the name is the promise that it is there.
+    # All content before the rename: the name promises the content.
     fsync_tree(temporary)
     os.rename(temporary, final)
     fsync_directory(final.parent)
@@ -128,7 +122,7 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file, or a link: where that leads stays, which is somebody's."""
+    """Remove a directory tree, a file, or a link (not its target)."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
     turns = 0
@@ -136,7 +130,7 @@ def _remove(path: Path) -> None:
         turns += 1
         try:
             shutil.rmtree(path)
-        except FileNotFoundError:  # another process clears it at the same time; or a storage lists what is not there
+        except FileNotFoundError:  # another process clears it at the same time; or a storage lists files that are gone
             if turns == _MOST_TURNS:
                 raise
 
@@ -153,15 +147,13 @@ def is_gone(path: Path) -> bool:
 
 
 def is_visible(path: Path) -> bool:
-    """Return whether `path` is there, asked of who has the disk where that is another machine.
-
-    NFS remembers for up to a minute that there was nothing of a name, until the directory that holds it is opened.
-    """
+    """Return whether `path` is there, asked of who has the disk where that is another machine. NFS remembers for up to
+    a minute that there was nothing of a name, until the directory that holds it is opened."""
     try:
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:  # which may be remembered as well
         return is_visible(path.parent) and path.exists()
-    except (PermissionError, NotADirectoryError):  # it may be looked up all the same, or cannot be there
+    except (PermissionError, NotADirectoryError):  # listing failed; a direct lookup may still work
         return path.exists()
     return path.exists()
 

@@ -1,6 +1,6 @@
 """Small files with a checksum of their content in them: a flipped bit is damage, and not another number.
 
-Files without a checksum are taken as they are: older versions wrote none, and people write such files by hand.
+Files without a checksum are taken as they are: people write such files by hand.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import xxhash
 
 _CHECK = "check"
 _FIRST_LINE = re.compile(rb"# check ([0-9a-f]{16})\n")
-_FIRST_LINE_BYTES = 25
-_LAST_LINE = re.compile(rb"^# check ([0-9a-f]{16})\n\Z", re.MULTILINE)
 
 
 def encode(values: Mapping[str, Any]) -> bytes:
@@ -24,14 +22,10 @@ def encode(values: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return what `encode` was given.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return what `encode` was given. Raise ValueError if it is damaged."""
     found = json.loads(data)
     if not isinstance(found, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     check = found.pop(_CHECK, None)
     if check is not None and check != _digest(found):
         raise ValueError("its checksum is wrong")
@@ -43,22 +37,15 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def with_first_line(text: str) -> bytes:
-    """Return lines of TOML, before which a comment has their checksum: so it is there if the end is cut off."""
+    """Return lines of TOML, after a comment with their checksum, which survives if the end is cut off."""
     data = text.encode()
     return b"# check %s\n" % xxhash.xxh3_64_hexdigest(data).encode() + data
 
 
 def check_toml(data: bytes) -> None:
-    """Compare lines of TOML with their checksum, which older versions wrote behind them.
-
-    Raises:
-        ValueError: they are damaged.
-    """
-    if data.startswith(b"# check "):
-        found, checked = _FIRST_LINE.match(data), data[_FIRST_LINE_BYTES:]
-    elif found := _LAST_LINE.search(data):
-        checked = data[: found.start()]
-    else:
+    """Compare lines of TOML with the checksum before them. Raise ValueError if they are damaged."""
+    if not data.startswith(b"# check "):
         return
-    if found is None or xxhash.xxh3_64_hexdigest(checked).encode() != found[1]:
+    found = _FIRST_LINE.match(data)
+    if found is None or xxhash.xxh3_64_hexdigest(data[found.end() :]).encode() != found[1]:
         raise ValueError("its checksum is wrong")

@@ -27,7 +27,7 @@ ORCHESTRATOR_DIR = "orchestrator"
 MODEL_DIR = "model"
 REFERENCE_NAME = "reference_logprobs.npz"
 REFERENCE_MODEL_NAME = "reference.json"
-"""By which weights the reference was computed: a resume computes it anew where the other file is damaged."""
+"""The weights that the reference was computed by: a resume computes it again if the other file is damaged."""
 # Beside its config.json: the names of the tensors in files, of a model that memory holds in another layout.
 NAMES_NAME = "tensor_names.json"
 _STEP = re.compile(r"step_(0|[1-9]\d*)")
@@ -60,7 +60,7 @@ class Kind(StrEnum):
     PICKLED = "pickle of torch.save"
     """A .bin, .pt, .pth or .ckpt file, or a directory of pytorch_model*.bin without safetensors: never read."""
     AMBIGUOUS = "directory of two kinds at once"
-    """Weights files beside the index of sharded tensors: which of them are meant is a guess."""
+    """Weights files beside the index of sharded tensors."""
     UNKNOWN = "nothing known"
     """None of these."""
 
@@ -126,10 +126,8 @@ def _file_size(path: Path) -> int:
 
 
 def list_entries(directory: Path) -> list[Entry]:
-    """Return what lies in a directory of checkpoints, ascending by step. Manifests are read, data is not.
-
-    Names other than `step_N` and those of unfinished saves are somebody else's and left out.
-    """
+    """Return what lies in a directory of checkpoints, ascending by step. Manifests are read, data is not. Names other
+    than `step_N` and those of unfinished saves are somebody else's and left out."""
     if not directory.is_dir():
         return []
     return sorted(
@@ -141,7 +139,7 @@ def list_entries(directory: Path) -> list[Entry]:
 def _entry(path: Path) -> Entry | None:
     if not path.is_dir():
         return None
-    # match, not fullmatch: removals and downloads put a random suffix behind the step.
+    # match, not fullmatch: removals and downloads add a random suffix.
     if match := _TORN_STEP.match(path.name):
         return Entry(int(match[1]), path, "torn", None, "the save never committed")
     match = _STEP.fullmatch(path.name)
@@ -151,7 +149,7 @@ def _entry(path: Path) -> Entry | None:
     try:
         listing = manifest.read_manifest(path)
     except CheckpointError as error:
-        # Removed since it was listed, it is not damaged.
+        # Removed since it was listed: not damaged.
         return None if is_gone(path) else Entry(step, path, "damaged", None, str(error))
     except ReadError as error:
         return Entry(step, path, "unreadable", None, str(error))
@@ -169,11 +167,10 @@ def verify_checkpoint(
     Args:
         how: see `manifest.verify`.
         step: the step that it must be of; unset: any.
-        to_resume: a file that the trainer makes anew if it is damaged may be so.
+        to_resume: allow damage to a file that the trainer can compute again.
 
-    Raises:
-        CheckpointError: naming the first file that is missing or damaged, or what the directory is instead.
-        ReadError: naming the first file that cannot be read.
+    Raise CheckpointError for the first file that is missing or damaged, or another kind of directory; ReadError for the
+    first file that cannot be read.
     """
     spared = []
     if to_resume and f"{TRAINER_DIR}/{REFERENCE_MODEL_NAME}" in manifest.read_manifest(directory).files:
@@ -197,8 +194,8 @@ def newest_intact(
     Args:
         steps: in any order.
         check: raises a CheckpointError for a step that is damaged; whatever else it raises passes.
-        say: is told which steps were skipped and why.
-        what: what the steps are of, in what is said.
+        say: gets a message for each skipped step.
+        what: the name of the steps in messages.
         passing: kinds of CheckpointError that are no damage and pass, too.
     """
     damaged: list[str] = []
@@ -243,11 +240,8 @@ def to_safetensors(path: Path) -> str:
 
 
 def require_weights(path: Path) -> Kind:
-    """Return what kind of weights `path` holds, by the names of its files.
-
-    Raises:
-        CheckpointError: none: says what was found, what is needed and what to give.
-    """
+    """Return what kind of weights `path` holds, by the names of its files. Raise CheckpointError, with what was found
+    and what is needed, if there are none."""
     kind = kind_of(path)
     if kind not in (Kind.UNKNOWN, Kind.AMBIGUOUS, Kind.PICKLED):
         return kind
@@ -315,7 +309,7 @@ class Retention:
         """Return the steps to remove, ascending.
 
         Args:
-            saved: every committed step with its metrics; damaged and torn ones must not be in it.
+            saved: every committed step with its metrics; without damaged and torn ones.
             protected: steps in use, such as the one that the run was resumed from.
         """
         if self.keep is None:

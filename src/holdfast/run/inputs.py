@@ -3,9 +3,6 @@
 The launcher checks before it starts a process, and each loader checks again; hub ids pass. In files, the checks only
 read what identifies them: first and last bytes, and the headers of weights. When the trainer fills the model, it
 compares every tensor again (`holdfast.trainer.checkpoint.init_from`).
-
-`check_max_len`: vLLM serves no longer sequences than its model has positions. Where config.json says their number
-plainly, it is compared before vLLM is imported; all else vLLM refuses itself when it loads the model.
 """
 
 from __future__ import annotations
@@ -19,32 +16,27 @@ from typing import Any
 
 import msgspec
 
-from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import SupervisedCommand, TrainedModelConfig
-from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, is_storage_failure
+from holdfast.errors import CheckpointError, DataError, ReadError, is_storage_failure
 from holdfast.process.events import report
 from holdfast.run import manifest
-from holdfast.run.checkpoints import MODEL_DIR, Kind, kind_of, require_weights, verify_checkpoint
+from holdfast.run.checkpoints import Kind, kind_of, require_weights, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Verification
 
 _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
-_TABLES = {".csv": "read_csv('{}')", ".tsv": "read_csv('{}', sep='\\t')"}
 _KINDS = {".jsonl": "JSON", ".json": "JSON", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "CSV", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # nor are they to `datasets`
 _PARQUET, _GZIP, _UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json", "encoder.json", "spiece*")
-_COPY = "Copy it anew from where the model comes from."
+_COPY = "Copy it again from where the model comes from."
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_model_path(name: str, *, key: str) -> None:
     """Refuse a local path without config.json; names of a hub (`owner/model`) pass, if no directory has that name.
-
-    Raises:
-        DataError: there is no such directory, or it holds no model.
-    """
+    Raise DataError if there is no such directory, or it holds no model."""
     path = Path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
     if not looks_local:
@@ -56,16 +48,13 @@ def check_model_path(name: str, *, key: str) -> None:
     if not isinstance(config.get("model_type"), str):
         raise DataError(
             f"{key} = '{name}': its config.json names no model_type, such as \"qwen3\", so nothing says what kind of "
-            "model it is. Copy config.json anew from where the model comes from."
+            "model it is. Copy config.json again from where the model comes from."
         )
 
 
 def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
-    """Ask the hub for a small file of a model that no directory holds, and say so: a hub may be slow, or silent.
-
-    Raises:
-        DataError: it has no such model, or cannot be reached and its cache has none.
-    """
+    """Ask the hub for a small file of a model that no directory holds, and say so: a hub may be slow, or silent. Raise
+    DataError if it has no such model, or cannot be reached and its cache has none."""
     if os.path.isdir(name):  # noqa: PTH112 - whatever the text is
         return
     report(f"asking the hub for {name}")
@@ -80,7 +69,7 @@ def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
             "the hub cannot be reached or is not to be (HF_HUB_OFFLINE). Name a directory, or try again with a "
             "connection."
         ) from None
-    except EntryNotFoundError:  # it has the model, which may do without
+    except EntryNotFoundError:  # the hub has the model, without this file
         return
     except (HFValidationError, OSError) as error:
         if is_storage_failure(error):  # of this machine's cache
@@ -92,7 +81,6 @@ def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
 
 
 def _what_to_give(path: Path) -> str:
-    """Say what to give instead of a path that is no model."""
     if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf"))):
         return "GGUF files cannot be trained or served here: give the directory with safetensors that they come from."
     adapter = path / "adapter_config.json"
@@ -115,9 +103,8 @@ def check_weights_path(name: str, *, needs_index: bool = True) -> None:
     Args:
         needs_index: for transformers, which reads several files by their index; vLLM reads all that are there.
 
-    Raises:
-        DataError: it has none that can be read, or a file is missing, cut or something else.
-        ReadError: a file could not be read.
+    Raise DataError if it has none that can be read, or a file is missing, cut or something else; ReadError if a file
+    cannot be read.
     """
     path = Path(name)
     if not path.is_dir():
@@ -142,7 +129,7 @@ def check_weights_path(name: str, *, needs_index: bool = True) -> None:
 
 
 def _no_weights(path: Path, *, is_trained: bool) -> str:
-    """Say what a directory without weights that are read has in their place, and what to do."""
+    """Say what a directory has in place of weights, and what to do."""
     if there := sorted(file.name for file in path.glob("*.safetensors")):
         return (
             f"has neither {_WEIGHTS} nor {_INDEX}, which says what is in {_some(there)}. Copy what is missing from "
@@ -167,22 +154,18 @@ def _wrong_with_weights(path: Path) -> str | None:
                 return "is a pointer of Git LFS in the place of the weights: run `git lfs pull` there."
             length = int.from_bytes(beginning, "little")
             if size < 8 or size < 8 + length:
-                return f"is no safetensors file, or was cut: it has {size} bytes. {_COPY}"
+                return f"is not a safetensors file, or was cut: it has {size} bytes. {_COPY}"
             header = json.loads(file.read(length))
             wanted = 8 + length + max(one["data_offsets"][1] for one in header.values() if "data_offsets" in one)
     except OSError as error:
         raise ReadError.of(path, error) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return f"is no safetensors file: its header cannot be read. {_COPY}"
+        return f"is not a safetensors file: its header cannot be read. {_COPY}"
     return None if size >= wanted else f"was cut: it has {size} bytes, and its header says {wanted}. {_COPY}"
 
 
 def check_tokenizer_path(name: str, *, key: str) -> None:
-    """Refuse a local directory without any file of a tokenizer; hub ids pass.
-
-    Raises:
-        DataError: it has none.
-    """
+    """Refuse a local directory without any file of a tokenizer; hub ids pass. Raise DataError if it has none."""
     path = Path(name)
     if path.is_dir() and not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise DataError(
@@ -193,11 +176,7 @@ def check_tokenizer_path(name: str, *, key: str) -> None:
 
 def check_data_path(name: str, *, key: str) -> None:
     """Refuse a local file or directory that is not there, or whose files are of another kind; names of a hub pass.
-
-    Raises:
-        DataError: there is no such file or directory, or it cannot hold rows.
-        ReadError: it could not be read.
-    """
+    Raise DataError if there is no such file or directory, or it cannot hold rows; ReadError if it cannot be read."""
     path = Path(name)
     lower = name.lower()
     looks_local = name.startswith((".", "/", "~")) or lower.endswith((*_DATA_FILES, *_OTHER_FILES))
@@ -207,22 +186,12 @@ def check_data_path(name: str, *, key: str) -> None:
         if path.is_file() and not lower.endswith(_DATA_FILES):
             raise DataError(
                 f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id."
-                f"{_conversion(path)}"
             )
         wrong = _wrong_with_file(path) if path.is_file() else _wrong_with_directory(path) if path.is_dir() else None
     except OSError as error:
         raise ReadError.of(path, error) from error
     if wrong:
         raise DataError(f"{key} = '{name}' {wrong}")
-
-
-def _conversion(path: Path) -> str:
-    """Say how a table of text becomes one that is read."""
-    reading = _TABLES.get(path.suffix.lower())
-    if reading is None:
-        return ""
-    target = path.with_suffix(".parquet")
-    return f" Convert it: python -c \"import pandas; pandas.{reading.format(path)}.to_parquet('{target}')\""
 
 
 def _wrong_with_file(path: Path) -> str | None:
@@ -233,9 +202,9 @@ def _wrong_with_file(path: Path) -> str | None:
         file.seek(max(0, size - 4))
         end = file.read()
     if not size:
-        return "holds no rows: the file is empty. Write it anew, or name another."
+        return "holds no rows: the file is empty. Write it again, or name another."
     if suffix == ".parquet" and not beginning == end == _PARQUET:
-        return "is no Parquet file, or was cut: those begin and end with PAR1. Write it anew, or mend its suffix."
+        return "is not a Parquet file, or was cut: those begin and end with PAR1. Write it again, or change its suffix."
     if suffix == ".gz" and not beginning.startswith(_GZIP):
         return "is not compressed by gzip, and its name ends in .gz: rename it, or compress it."
     if beginning.startswith(_UTF_16):
@@ -244,10 +213,8 @@ def _wrong_with_file(path: Path) -> str | None:
 
 
 def _wrong_with_directory(path: Path) -> str | None:
-    """Return why the files of a directory cannot be read as rows; None where they may.
-
-    `datasets` reads those of one kind and leaves out the others without a word.
-    """
+    """Return why the files of a directory cannot be read as rows; None where they may. `datasets` reads those of one
+    kind and leaves out the others without a word."""
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):  # by `save_to_disk`
         return None
     card = path / "README.md"
@@ -274,15 +241,14 @@ def _wrong_with_directory(path: Path) -> str | None:
 
 
 def _read_object(path: Path, *, key: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise ReadError.of(path, error) from error
     except ValueError as error:
-        raise DataError(f"{key}: {path} is not JSON: {error}. Copy it anew from where it comes from.") from None
+        raise DataError(f"{key}: {path} is not JSON: {error}. Copy it again from where it comes from.") from None
     if not isinstance(value, dict):
-        raise DataError(f"{key}: {path} holds no JSON object. Copy it anew from where it comes from.")
+        raise DataError(f"{key}: {path} holds no JSON object. Copy it again from where it comes from.")
     return value
 
 
@@ -290,82 +256,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def check_cache_directory(name: str | None, *, key: str) -> None:
-    """Refuse a directory for tokenised data that can neither be written to nor holds any; unset or empty passes.
-
-    Raises:
-        ConfigError: it is no directory, cannot be made, or is empty and cannot be written to.
-    """
-    if not name:
-        return
-    advice = f'Name a directory that can be written to, leave {key} out, or set it to "" to keep nothing.'
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{key} = '{name}': there is no home directory. {advice}") from None
-    # os.path: what is below a file, or below what may not be looked into, is not there.
-    existing = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))  # noqa: PTH110
-    if not existing.is_dir():
-        raise ConfigError(f"{key} = '{name}': {existing} is no directory. {advice}")
-    if not os.access(existing, os.W_OK | os.X_OK) and not (existing == path and _holds_something(path)):
-        raise ConfigError(f"{key} = '{name}': {existing} cannot be written to. {advice}")
-
-
-def _holds_something(directory: Path) -> bool:
-    return os.access(directory, os.R_OK | os.X_OK) and any(directory.iterdir())
-
-
-_INTERPRETED = (b'"factor"', b'"model_max_length"')
-_ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-_REPLACE_THE_CONFIG = ("hf-", "config-format")  # arguments of vLLM, by their beginning
-
-
-def check_max_len(config: InferenceConfig, model: str | Path, *, key: str) -> None:
-    """Refuse a server for longer sessions than its model has positions for; names of a hub pass.
-
-    Args:
-        model: its directory.
-        key: of the section of the served model, such as `inference.model`.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if os.environ.get(_ALLOWS_LONGER, "0").strip().lower() in ("1", "true"):
-        return
-    if any(name.replace("_", "-").startswith(_REPLACE_THE_CONFIG) for name in config.engine.args):
-        return
-    path = Path(model) / "config.json"
-    try:
-        text = path.read_bytes()
-        fields = json.loads(text)
-    except (OSError, ValueError):  # whoever checks the model itself says so
-        return
-    # Scaled embeddings, and models of several parts, are for vLLM to interpret.
-    is_plain = text.count(b'"max_position_embeddings"') == 1 and not any(word in text for word in _INTERPRETED)
-    longest = fields.get("max_position_embeddings") if isinstance(fields, dict) and is_plain else None
-    if not isinstance(longest, int) or config.model.max_len <= longest:
-        return
-    raise ConfigError(
-        f"{key}.max_len = {config.model.max_len} is more than the {longest} positions that the model has "
-        f"(max_position_embeddings in {path}). Set --{key.replace('_', '-')}.max-len {longest}, or less, and any "
-        f"seq_len to no more than that. Where the model is known to take more, set {_ALLOWS_LONGER}=1 in the "
-        "environment."
-    )
-
-
-# Keys of config.json that are a dimension of some tensor, or decide how many layers have tensors.
-_SIZES = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "vocab_size")
-
-
 def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification) -> None:
-    """Refuse weights that are damaged, or that their config.json says are of another model.
-
-    What has a manifest is verified as `how` says; of other safetensors files none may be cut. The names and shapes of
-    tensors are compared by the trainer, which fills its model with them.
-
-    Raises:
-        CheckpointError: saying what was found and what is needed.
-    """
+    """Refuse weights that are damaged. Directories with a manifest are verified as `how` says; other safetensors files
+    are checked for their length. The names and shapes of tensors are compared by the trainer, which fills its model
+    with them. Raise CheckpointError, saying what was found and what is needed."""
     kind = require_weights(path)
     if kind is Kind.CHECKPOINT:
         verify_checkpoint(path, how=how)
@@ -378,37 +272,17 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
         )
     if model.lora is not None:
         return  # the adapter's tensors follow from rank and targets, which only the trainer knows
-    own = Path(model.name).expanduser()
-    config_of = {Kind.CHECKPOINT: path / MODEL_DIR, Kind.WEIGHTS: path, Kind.HUGGING_FACE: path}
-    if kind in config_of:
-        _compare_configs(config_of[kind] / "config.json", own / "config.json", path, model.name)
     for file in [path] if kind is Kind.TENSORS else _read_by_the_trainer(path):
         if wrong := _wrong_with_weights(file):
             raise CheckpointError(f"{file} (ckpt.weights_only) {wrong}")
 
 
 def _read_by_the_trainer(directory: Path) -> list[Path]:
-    """Return the weights files of a Hugging Face directory: those of the index, or one of the usual name, or all."""
+    """Return the weights files of a Hugging Face directory: by its index, the usual name, or all."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
         return [directory / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
     return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-
-
-def _compare_configs(saved: Path, wanted: Path, path: Path, model_name: str) -> None:
-    if not (saved.is_file() and wanted.is_file()):
-        return
-    old, new = _read_json(saved), _read_json(wanted)
-    changed = [
-        f"{key} is {old[key]} there, {new[key]} here"
-        for key in _SIZES
-        if key in old and key in new and old[key] != new[key]
-    ]
-    if changed:
-        raise CheckpointError(
-            f"{path} (ckpt.weights_only) is of another model than model.name = '{model_name}': {'; '.join(changed)}. "
-            "The model is built as --model.name says, and all tensors must fit."
-        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -487,7 +361,7 @@ def data_line(config: SupervisedCommand, survey: Survey) -> str:
 
 
 def too_few_for_a_step(config: SupervisedCommand, survey: Survey) -> str | None:
-    """Return what to say where one step trains some of the data more than once."""
+    """Return a warning if one step trains some of the data more than once."""
     size = config.data.batch_size
     if size <= survey.samples:
         return None

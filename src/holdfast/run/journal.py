@@ -48,12 +48,8 @@ def publish_batch(run_dir: RunDir, batch: Batch, state: bytes) -> Path:
 
 
 def read_batch(run_dir: RunDir, step: int) -> Batch:
-    """Return the published batch of `step`, verified against its manifest.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or not the batch of `step`.
-        ReadError: it cannot be read.
-    """
+    """Return the published batch of `step`, verified against its manifest. Raise CheckpointError if it is missing,
+    damaged, or not the batch of `step`; ReadError if it cannot be read."""
     return read_batch_in(run_dir.batch(step), step=step)
 
 
@@ -103,7 +99,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
     Attributes:
         step: the batch that was made last; 0 before the first.
-        problems: problems that were drawn so far: those of all batches, and the dropped ones.
+        problems: problems drawn so far, in batches or dropped.
         rollouts: their rollouts.
         tokens: tokens of those, prompts included.
         environments: position in every environment, by name.
@@ -124,7 +120,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
     @property
     def batched(self) -> Counts:
-        """What the batches hold: all that was drawn, less what was dropped."""
+        """What the batches hold: drawn less dropped."""
         return self.drawn - sum(self.dropped.values(), Counts())
 
     def next_task(self, environment: str) -> int:
@@ -142,12 +138,8 @@ def read_accepted(path: Path, *, step: int) -> Accepted:
 
 
 def read_state(path: Path, *, step: int) -> tuple[Accepted, bytes]:
-    """Return counts and bytes of the orchestrator's state at `path`, which must be the one after batch `step`.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another step.
-        ReadError: it cannot be read.
-    """
+    """Return counts and bytes of the orchestrator's state at `path`, which must be the one after batch `step`. Raise
+    CheckpointError if it is missing, damaged, or of another step; ReadError if it cannot be read."""
     try:
         data = path.read_bytes()
         accepted = msgspec.json.decode(data, type=Accepted)
@@ -169,10 +161,8 @@ def wait_for(
     check: Callable[[], None] | None = None,
     unless: Callable[[], object] | None = None,
 ) -> bool:
-    """Wait until `path` exists; return whether it came before nothing else happened for `timeout_s` seconds.
-
-    `check` is called at each round and may raise; the wait ends early when `unless` returns something true.
-    """
+    """Wait until `path` exists; return whether it came before nothing else happened for `timeout_s` seconds. `check` is
+    called at each round and may raise; the wait ends early when `unless` returns something true."""
     wait = Wait(timeout_s)
     while not atomic.is_visible(path):
         if check is not None:

@@ -13,14 +13,14 @@ from typing import ClassVar
 
 from holdfast.errors import RunDirError
 
-# What a holder that was killed leaves behind, its ranks for instance, ends within moments; a busy machine takes longer.
+# Processes of a killed holder, such as its ranks, end within moments; on a busy machine later.
 _DYING_S = 30.0
 _LOOK_AGAIN_S = 0.05  # no call waits for a lock of a file with a limit of time
 _MOST_BYTES = 512
 _CLOCK_SLACK_S = 60.0  # the start of a process is known by the time since the boot, files by the clock of their storage
 # Some network filesystems lock no directories; then nobody notices a second writer.
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-# What this process has taken, or one that it was forked from.
+# Locks of this process and of the processes that it was forked from.
 _own: set[tuple[int, Path]] = set()
 
 
@@ -29,7 +29,7 @@ class Holder:
     """A process that holds a lock, as it wrote itself into the file.
 
     Attributes:
-        pid_space: in which its process id means anything: of this boot of a kernel, and of a container.
+        pid_space: boot of the kernel and container, within which its process id is valid.
     """
 
     pid: int
@@ -48,13 +48,13 @@ class Holder:
         return cls(int(words[0]), words[1], words[2]) if len(words) == 3 and words[0].isdecimal() else None
 
     def write(self, descriptor: int) -> None:
-        """Write it into an open file, in place of whoever was there."""
+        """Write this holder into an open file."""
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{self.pid} {self.host} {self.pid_space}\n".encode(), 0)
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has certainly ended, so that only its children can be what still holds the lock."""
+        """Whether it has certainly ended, so that only its children can hold the lock."""
         # A process id of another kernel or container says nothing here: take its holder for living.
         if self.pid_space != _pid_space():
             return False
@@ -67,7 +67,7 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process sees it, if it lives: it is of the same boot of a kernel, and of the same container."""
+        """Whether the holder belongs to the same boot and container as this process."""
         return self.pid_space == _pid_space()
 
     def __str__(self) -> str:
@@ -86,9 +86,8 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
     Returns:
         None, or who has it
 
-    Raises:
-        OSError: the file cannot be opened.
-        RunDirError: it lies where nothing can be locked, or the processes of a holder that was killed do not end.
+    Raise OSError if the file cannot be opened; RunDirError if nothing can be locked there, or the processes of a holder
+    that was killed do not end.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     os.set_inheritable(descriptor, over_exec)
@@ -100,7 +99,7 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
             break
         except BlockingIOError:
             holder = Holder.read(descriptor)
-            # None: it has the lock and is about to write itself in; look again.
+            # None: the holder is about to write its name; look again.
             if holder is not None and not holder.is_dead:
                 os.close(descriptor)
                 return holder
@@ -127,13 +126,13 @@ def is_own(path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody who lives holds the lock `path`; what is left of a holder that was killed does not count."""
+    """Whether a living process holds the lock `path`; processes of a killed holder do not count."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        # Shared: two who only look must not take each other for a holder.
+        # Shared: readers must not exclude each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = Holder.read(descriptor)
@@ -155,10 +154,8 @@ def _without_locks(path: Path, error: OSError) -> RunDirError:
 
 
 def living_holder(path: Path) -> Holder | None:
-    """Return who has written itself into the lock `path` and is not known to have ended; touches no lock.
-
-    Asking the kernel for the lock, as `is_held` does, would have somebody who takes it at the same moment refused.
-    """
+    """Return who has written itself into the lock `path` and is not known to have ended; touches no lock. Asking the
+    kernel for the lock, as `is_held` does, could refuse a process that takes it at the same moment."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -179,31 +176,24 @@ def living_holder(path: Path) -> Holder | None:
         begun = psutil.Process(holder.pid).create_time()
     except psutil.Error:
         return None
-    # Another process may have its number by now. It wrote itself in after its own start.
+    # Another process may have its number by now: it would have started after the lock was taken.
     return holder if begun <= taken + _CLOCK_SLACK_S else None
 
 
 class DirectoryLock:
-    """A lock on a directory itself, without a file of its own, for who writes into it.
-
-    All locks of one process on a directory are one.
-    """
+    """A lock on a directory itself, for its writer. Locks of one process on a directory are shared."""
 
     _held: ClassVar[dict[Path, tuple[int, int]]] = {}
 
     def __init__(self, path: Path) -> None:
-        """Take it; wait for a holder that is about to end.
-
-        Raises:
-            RunDirError: another process has it.
-        """
+        """Take it; wait for a holder that is about to end. Raise RunDirError if another process has it."""
         self._path = path.resolve()
         # flock is of the open file: a second one of the same process would wait for the first.
         descriptor, holders = self._held.get(self._path, (-1, 0))
         if not holders:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             deadline = time.monotonic() + _DYING_S
-            while is_directory_locked(descriptor, take=True):
+            while _is_taken(descriptor):
                 if time.monotonic() > deadline:
                     os.close(descriptor)
                     raise RunDirError(f"another process saves into {path}. Stop it, or choose another directory.")
@@ -219,12 +209,10 @@ class DirectoryLock:
             os.close(descriptor)
 
 
-def is_directory_locked(descriptor: int, *, take: bool = False) -> bool:
-    """Whether another open file has the lock on the directory of `descriptor`; if not, this one may take it."""
+def _is_taken(descriptor: int) -> bool:
+    """Whether another open file has the lock on the directory of `descriptor`; if not, this one has it now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not take:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
     except BlockingIOError:
         return True
     except OSError as error:

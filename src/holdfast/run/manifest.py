@@ -41,7 +41,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Fingerprints(msgspec.Struct, frozen=True):
-    """xxh3-128 of what a run is made of; empty where it does not apply.
+    """xxh3-128 of the parts of a run; empty if a part does not apply.
 
     Attributes:
         model: names, shapes and dtypes of the model's tensors.
@@ -59,15 +59,14 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: what the directory is.
-        step: optimizer steps done when it was made; for a batch, the step that trains on it.
+        step: optimizer steps done; for a batch, the step that trains on it.
         policy_version: version of the weights inside, or of the weights that made the batch.
         weights_digest: of the weights that sampled the batch; empty for anything else.
         files: path relative to the directory -> size and checksum, without the manifest itself.
         world_size: ranks that wrote it.
         mesh: sizes of the device mesh's dimensions, by name.
         run_id: id of the run that wrote it.
-        program: which training program's checkpoint it is (`sft`, `rl` ...); empty for anything else, and for the
-            checkpoint of a loop of one's own.
+        program: training program of a checkpoint (`sft`, `rl` ...); empty for other loops and kinds.
         created_unix_s: when it was written, by the writer's clock; for people, decides nothing.
         fingerprints: of model, data and configuration.
         metrics: the metrics of the step.
@@ -119,10 +118,7 @@ def file_digest(path: Path) -> str:
 
 def content_digest(path: Path) -> str:
     """Return a digest of a file: of all its bytes, or of 256 MB of a file of over 1 GB, evenly spread, and its size.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    Raise OSError if it cannot be read."""
     size = path.stat().st_size
     digest = xxhash.xxh3_64(str(size).encode())
     step = _BLOCK_BYTES if size <= _WHOLE_BYTES else (size - _BLOCK_BYTES) // (_BLOCKS - 1)
@@ -136,7 +132,7 @@ def content_digest(path: Path) -> str:
 def files_named_in(args: Mapping[str, Any], prefix: str = "args.") -> Iterator[tuple[str, Path]]:
     """Yield where in `args` a file of this machine is named, at any depth, and the file."""
     for key, value in args.items():
-        # Not by pathlib, which raises for a text that is too long for a name: most are texts, and no paths.
+        # Not by pathlib, which raises for a text that is too long for a name.
         if isinstance(value, str) and os.path.isfile(value):  # noqa: PTH113
             yield prefix + key, Path(value)
         elif isinstance(value, Mapping):
@@ -146,7 +142,7 @@ def files_named_in(args: Mapping[str, Any], prefix: str = "args.") -> Iterator[t
 
 
 def describe(content: bytes) -> FileEntry:
-    """Return size and checksum of a file from its bytes in memory: read back, they are what the disk made of them."""
+    """Return size and checksum of a file from its bytes in memory, before the disk can change them."""
     return FileEntry(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
@@ -154,8 +150,8 @@ def describe_files(directory: Path, *, known: Mapping[str, FileEntry] | None = N
     """Return size and checksum of every file below `directory` except its manifest.
 
     Args:
-        known: entries that need not be computed again, of files that are there: what another machine has written is
-            listed late by some network filesystems.
+        known: entries of existing files, not computed again: some network filesystems list files of other machines
+            late.
     """
     known = known or {}
     others = {
@@ -181,11 +177,8 @@ def _fill_checksum(data: bytes, old: str, new: str) -> bytes:
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Return the manifest in `data`.
-
-    Raises:
-        CheckpointError: naming `where` it lies: damaged, of another format, or about files outside of its directory.
-    """
+    """Return the manifest in `data`. Raise CheckpointError, with `where`, if it is damaged, of another format, or names
+    files outside of its directory."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -219,12 +212,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of `directory`.
-
-    Raises:
-        CheckpointError: there is none, or its checksum is wrong.
-        ReadError: it cannot be read.
-    """
+    """Return the manifest of `directory`. Raise CheckpointError if there is none, or its checksum is wrong; ReadError
+    if it cannot be read."""
     path = directory / MANIFEST_NAME
     try:
         data = path.read_bytes()
@@ -236,11 +225,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def is_committed(directory: Path) -> bool:
-    """Return whether `directory` has a valid manifest.
-
-    Raises:
-        ReadError: that cannot be told now.
-    """
+    """Return whether `directory` has a valid manifest. Raise ReadError if the manifest cannot be read."""
     try:
         read_manifest(directory)
     except CheckpointError:
@@ -255,12 +240,11 @@ def verify(
 
     Args:
         how: `full` reads every byte; `size` compares sizes only, which finds missing and cut files.
-        step: the step that the directory must be of; unset: any.
+        step: expected step; unset: any.
         spared: files that are not looked at.
 
-    Raises:
-        CheckpointError: naming the first file that is missing, of another size, or damaged.
-        ReadError: naming the first file that cannot be read.
+    Raise CheckpointError for the first file that is missing, of another size, or damaged; ReadError for the first that
+    cannot be read.
     """
     manifest = read_manifest(directory)
     if step is not None and manifest.step != step:
@@ -280,9 +264,7 @@ def check_file(path: Path, entry: FileEntry, *, how: Verification = "full", wher
     Args:
         where: what errors call it; unset: `path`.
 
-    Raises:
-        CheckpointError: it is missing, of another size, or damaged.
-        ReadError: it cannot be read.
+    Raise CheckpointError if it is missing, of another size, or damaged; ReadError if it cannot be read.
     """
     where = where or str(path)
     try:

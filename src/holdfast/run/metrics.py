@@ -20,11 +20,8 @@ class MetricsWriter:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the metrics of `step`; values that JSON lacks (nan, inf) become null.
-
-        Raises:
-            OSError: it does not fit; a part of it may be there, which the next attempt removes.
-        """
+        """Append the metrics of `step`; values that JSON lacks (nan, inf) become null. Raise OSError if it does not
+        fit; the next attempt removes a part that may be there."""
         plain = {name: _plain(value) for name, value in metrics.items()}
         atomic.write_all(self._descriptor, (json.dumps({"step": step, **plain}) + "\n").encode())
 

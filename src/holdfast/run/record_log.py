@@ -9,9 +9,8 @@ A record is
 
 and a log is one record after another, nothing else. docs/files.md reads one in plain Python.
 
-Appending writes to the page cache, so a record survives its process from then on. A thread makes
-the records durable: one fdatasync for all that came since the last one, so the disk never limits
-how many are appended, and nobody waits for it.
+Appending writes to the page cache, so a record survives its process. A thread makes records durable: one fdatasync for
+all that came since the last one, so nobody waits for the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _BETWEEN_SYNCS_S = 0.1
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes of a log that are no whole record.
+    """Bytes of a log that are not a whole record.
 
     Attributes:
         record: how many whole records lie before them.
@@ -83,7 +82,7 @@ def whole_bytes(path: Path, damages: list[Damage]) -> int:
 
 
 class RecordLog:
-    """Appends records to a file and makes them durable behind the caller's back.
+    """Appends records to a file and makes them durable in a thread.
 
     Args:
         valid_bytes: how much of the file to keep; what follows is cut. 0 begins a new log.
@@ -111,11 +110,8 @@ class RecordLog:
         return self._durable_bytes
 
     def append(self, payload: bytes) -> None:
-        """Write one record into the page cache. Never waits for the disk to have it.
-
-        Raises:
-            OSError: it cannot be written, or an earlier record could not be made durable.
-        """
+        """Write one record into the page cache, without waiting for the disk. Raise OSError if it cannot be
+        written, or an earlier record could not be made durable."""
         if self._failure is not None:
             raise self._failure
         head = MARKER + len(payload).to_bytes(_LENGTH_BYTES, "little") + xxhash.xxh3_64_digest(payload)
@@ -131,11 +127,8 @@ class RecordLog:
             self._changed.notify()
 
     def close(self, *, wait: bool = False) -> None:
-        """End the log. Its thread makes the rest durable and closes the file; `wait` waits until it has.
-
-        Raises:
-            OSError: after waiting: it could not be made durable.
-        """
+        """End the log. Its thread makes the rest durable and closes the file; `wait` waits until it has. Raise OSError,
+        after waiting, if it could not be made durable."""
         self._closing.set()
         with self._changed:
             self._changed.notify()
@@ -183,7 +176,7 @@ def _payload(data: bytes, start: int) -> bytes | None:
 
 
 def _next_whole(data: bytes, start: int) -> int | None:
-    """Return where the first whole record at or behind `start` begins."""
+    """Return where the first whole record at or after `start` begins."""
     while (found := data.find(MARKER, start)) >= 0:
         if _payload(data, found) is not None:
             return found

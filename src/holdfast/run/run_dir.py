@@ -1,29 +1,4 @@
-"""The run directory: every path of a run, and which process may touch it.
-
-run.json                 run id, creation time, the checkpoint of another run that it began with, and the steps that it
-                         went back to in order to take another way
-run.lock                 held by the launcher while the run is going, or by a trainer started by hand
-removal.mark             there while `--clean` removes the run: the next start removes the rest
-orchestrator.lock        held by the launcher of `rl`, or by an orchestrator started by hand
-configs/attempt_K/       the resolved TOML of every process, and inputs.json: libraries and files by content
-checkpoints/step_N/      trainer/, orchestrator/, manifest.json (written last: the commit)
-rollouts/step_N/         the batch that step N trains on, and the orchestrator's state after it
-rollouts/generations_N.log  finished generations of batch N while it is being made
-evaluations/step_N/      what policy version N did on held-out tasks
-evaluations/given_up     exists while the attempt continues without evaluations
-weights/step_N/          what inference serves (Hugging Face layout)
-metrics.jsonl            one JSON object per step
-tensorboard/             what TensorBoard shows
-tracking/                how far each tracker has come, and what it keeps on this machine
-judgements.log           every reply of a judge, by its request
-reference_logprobs.npz   what the reference of a preference run says about each pair
-logs/attempt_K/          one log per process, events.jsonl (phases, alerts, restarts, how the attempt ended), and
-                         timeline_PROCESS.jsonl (what it did when), and profile_steps_A_to_B/ of profiled steps
-discarded/attempt_K/     what a resume from an older step superseded, and damaged checkpoints; below `checkpoints`,
-                         `weights`, `rollouts` or `evaluations` if that is a link to another filesystem
-
-`owner_of` says who a run is to the inference servers that it uses: see `holdfast.inference.access`.
-"""
+"""The run directory: every path of a run (docs/files.md lists them), and which process may touch it."""
 
 from __future__ import annotations
 
@@ -69,7 +44,7 @@ def profile_name(first: int, last: int) -> str:
     return f"profile_steps_{first}_to_{last}"
 
 
-# In the order of their removal: without its checkpoints and batches nobody takes the rest for a run to go on with.
+# In the order of their removal: without checkpoints and batches nothing looks like a run that can be resumed.
 _OF_RUN = (
     "checkpoints",
     "rollouts",
@@ -97,7 +72,6 @@ def _remove(path: Path) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """Return why a directory cannot be made, or a file in it opened."""
     if isinstance(error, FileExistsError):
         return "it is a file"
     if isinstance(error, NotADirectoryError):
@@ -152,15 +126,11 @@ class RunDir:
 
     @property
     def given_up(self) -> Path:
-        """There while the attempt goes on without evaluations: nobody waits for a checkpoint."""
+        """Exists while the attempt continues without evaluations: nobody waits for a checkpoint."""
         return self.evaluations / "given_up"
 
     def give_up_evaluations(self) -> None:
-        """Have nobody wait for evaluations, until the next attempt.
-
-        Raises:
-            OSError: the storage does not take it.
-        """
+        """Have nobody wait for evaluations, until the next attempt. Raise OSError if the storage does not take it."""
         self.evaluations.mkdir(exist_ok=True)
         self.given_up.touch()
 
@@ -173,24 +143,18 @@ class RunDir:
         return self.path / "logs" / f"attempt_{attempt}"
 
     def newest_logs(self) -> Path:
-        """Directory of the logs of the attempt that is going on, or was last; where there was none, of the first."""
+        """Directory of the logs of the newest attempt; before any, of the first."""
         return self.logs(max(1, self.next_attempt() - 1))
 
     def profiles(self) -> list[Path]:
-        """The directories of the profiles of the newest attempt that has any, each with a trace of each rank.
-
-        Raises:
-            OSError: a directory cannot be read.
-        """
+        """The directories of the profiles of the newest attempt that has any, each with a trace of each rank. Raise
+        OSError if a directory cannot be read."""
         found = self.logged("profile_steps_*/rank_*.json.gz")
         return sorted({path.parent for attempt, path in found if attempt == found[-1][0]})
 
     def logged(self, pattern: str) -> list[tuple[int, Path]]:
-        """The logs that match `pattern`, behind the numbers of their attempts, ascending.
-
-        Raises:
-            OSError: a directory cannot be read.
-        """
+        """The logs that match `pattern`, with the numbers of their attempts, ascending. Raise OSError if a directory
+        cannot be read."""
         found: list[tuple[int, Path]] = []
         for attempt in _numbered(self.path / "logs", _ATTEMPT):
             with contextlib.suppress(FileNotFoundError):  # a resume has just removed an old attempt
@@ -210,11 +174,8 @@ class RunDir:
         return (self.path / "run.json").exists()
 
     def has_work(self) -> bool:
-        """Whether the directory holds a trained step, a checkpoint, weights, or anything that was generated.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Whether the directory holds a trained step, a checkpoint, weights, or anything that was generated. Raise
+        OSError if a file cannot be read."""
         has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
         return has_metrics or any(
             numbered_paths(parent) for parent in (self.checkpoints, self.rollouts, self.weights, self.evaluations)
@@ -225,17 +186,12 @@ class RunDir:
         return self.identity()["run_id"]
 
     def identity(self) -> dict[str, Any]:
-        """Return what `run.json` says.
-
-        Raises:
-            RunDirError: it is damaged.
-            OSError: it cannot be read.
-        """
+        """Return what `run.json` says. Raise RunDirError if it is damaged; OSError if it cannot be read."""
         path = self.path / "run.json"
         try:
             identity = checked.decode(path.read_bytes())
             if not isinstance(identity["run_id"], str):
-                raise ValueError("its run_id is no text")
+                raise ValueError("its run_id is not text")
         except (ValueError, KeyError, TypeError) as error:
             raise RunDirError(
                 f"{path} is damaged: {error!r}. Bring it back from a copy, or write "
@@ -245,14 +201,14 @@ class RunDir:
         return identity
 
     def created_unix_s(self) -> int | None:
-        """When the run or the one that it forks was first started; None if `run.json` is not there or does not say."""
+        """When the run or the one that it forks was first started; None if unknown."""
         try:
             return self.identity().get("created_unix_s")
         except FileNotFoundError:
             return None
 
     def forked_from(self) -> str | None:
-        """The checkpoint of another run that this one began with, or None."""
+        """The checkpoint of another run that this run started from, or None."""
         try:
             return self.identity().get("forked_from", {}).get("path")
         except FileNotFoundError:
@@ -264,14 +220,12 @@ class RunDir:
         return f"{fork['run_id']}:{fork['step']}" if fork else None
 
     def rewinds(self) -> list[int]:
-        """The steps that the run went back to on purpose: what it trained after them before is another way."""
+        """The steps from which the run was deliberately trained again, discarding the later ones."""
         return self.identity().get("rewinds", [])
 
     def note_rewind(self, step: int, *, by_attempt: int) -> None:
-        """Note that the run goes back to `step` in attempt `by_attempt`, and takes another way from there.
-
-        Noted before anything moves; a start that failed behind it and is given again has the same number.
-        """
+        """Note that attempt `by_attempt` trains again from `step`. Called before anything moves; a repeated start after
+        a failure has the same attempt number."""
         path = self.path / "run.json"
         identity = self.identity()
         earlier = identity.get("rewinds", [])
@@ -285,11 +239,7 @@ class RunDir:
         return [entry for entry in list_entries(self.checkpoints) if entry.status != "torn"]
 
     def committed_steps(self) -> list[int]:
-        """Steps with a committed checkpoint, ascending.
-
-        Raises:
-            ReadError: of one this cannot be told now.
-        """
+        """Steps with a committed checkpoint, ascending. Raise ReadError if a manifest cannot be read."""
         entries = self.entries()
         for entry in entries:
             if entry.status == "unreadable":
@@ -297,7 +247,7 @@ class RunDir:
         return [entry.step for entry in entries if entry.status in ("committed", "unreadable")]
 
     def steps_there(self) -> list[int]:
-        """Steps with a checkpoint, but for damaged ones, ascending; one that cannot be read now is there as well."""
+        """Steps with a checkpoint, except damaged ones, ascending; steps that cannot be read now count."""
         return [entry.step for entry in self.entries() if entry.status != "damaged"]
 
     def published_batches(self) -> list[int]:
@@ -313,20 +263,15 @@ class RunDir:
         return max(_numbered(self.path / "configs", _ATTEMPT), default=0) + 1
 
     def noted_inputs(self) -> Path | None:
-        """The file in which the newest attempt noted its inputs; before the first, that of another machine.
-
-        Nothing where none has noted any.
-        """
+        """The file in which the newest attempt noted its inputs; before the first, that of another machine. Nothing
+        where none has noted any."""
         attempts = reversed(_numbered(self.path / "configs", _ATTEMPT))
         places = [*(self.configs(attempt) for attempt in attempts), self.path]
         return next((path for place in places if (path := place / INPUTS_NAME).exists()), None)
 
     def lock(self) -> None:
-        """Take the directory for this process; the kernel frees it when the process ends.
-
-        Raises:
-            RunDirError: another process holds it, or it cannot be written.
-        """
+        """Take the directory for this process; the kernel frees it when the process ends. Raise RunDirError if another
+        process holds it, or it cannot be written."""
         holder = self._take("run.lock")
         if holder is not None:
             raise RunDirError(
@@ -335,13 +280,12 @@ class RunDir:
             )
 
     def lock_orchestrator(self, *, over_exec: bool = False) -> None:
-        """Be the one that makes batches here, by this process or what it starts.
+        """Take the orchestrator lock for this process and its children.
 
         Args:
             over_exec: this process becomes the orchestrator.
 
-        Raises:
-            RunDirError: another one makes them.
+        Raise RunDirError if another process holds it.
         """
         holder = self._take("orchestrator.lock", over_exec=over_exec)
         if holder is not None:
@@ -372,11 +316,8 @@ class RunDir:
         return lock.is_held(self.path / "run.lock")
 
     def require_writable(self) -> None:
-        """Refuse a directory that cannot be written now, rather than at the first save.
-
-        Raises:
-            RunDirError: naming the directory in it, and the reason.
-        """
+        """Refuse a directory that cannot be written now, rather than at the first save. Raise RunDirError with the
+        directory and the reason."""
         for directory in (self.path, self.checkpoints, self.rollouts, self.weights):
             if not directory.exists():
                 continue
@@ -413,18 +354,13 @@ class RunDir:
         return self._removal.exists()
 
     def remove_run(self) -> None:
-        """Remove everything that a run made here; other files stay.
-
-        A mark is written first. While it is there, every start removes the rest before it looks at anything.
-
-        Raises:
-            OSError: the storage fails.
-        """
+        """Remove everything that a run made here; other files stay. A mark is written first. While it exists, every
+        start removes the rest first. Raise OSError if the storage fails."""
         atomic.write_file(self._removal, b"")
         for name in _OF_RUN:
             path = self.path / name
             try:
-                is_disk = path.is_symlink() and path.is_dir()  # the link was made by somebody, not by the run
+                is_disk = path.is_symlink() and path.is_dir()  # a user made the link, not the run
                 if not is_disk:
                     _remove(path)
             except OSError as error:
@@ -442,7 +378,7 @@ class RunDir:
         """Remove the published weights of versions after `step`."""
         for version in self.published_weights():
             if version > step:
-                # By rename: an engine that is told this path must find all of it or nothing.
+                # By rename: an engine must find the whole directory or nothing.
                 atomic.remove_directory(self.weights_of(version))
 
     def remove_old_attempts(self, last: int) -> None:

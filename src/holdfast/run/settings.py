@@ -26,11 +26,7 @@ _ABOUT_MODELS = ("config.json", "adapter_config.json")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the resolved configuration that was written to `path`.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return the resolved configuration that was written to `path`. Raise CheckpointError if it is damaged."""
     data = path.read_bytes()
     try:
         checked.check_toml(data)
@@ -94,10 +90,8 @@ def _without_passwords(value: Any) -> Any:
 
 
 def files_of_environment(section: EnvironmentConfig) -> dict[str, Path]:
-    """Return the files that an environment's settings name: data, programs of MCP servers, modules with its code.
-
-    Of a module it is the file of its own, not those that it imports.
-    """
+    """Return the files that an environment's settings name: data, programs of MCP servers, modules with its code. For a
+    module this is its own file, without its imports."""
     servers = {name: {"command": server.command, "args": server.args} for name, server in section.mcp_servers.items()}
     levels = section.curriculum.levels if section.curriculum is not None else []
     found = dict(files_named_in(section.args))
@@ -110,7 +104,7 @@ def files_of_environment(section: EnvironmentConfig) -> dict[str, Path]:
 
 
 def file_of_object(name: str) -> Path | None:
-    """Return the file of the module of `module:name`; None for another text, and where there is no such file."""
+    """Return the file of the module of `module:name`; None if the text has another form or the file is missing."""
     from holdfast.process.imports import module_file  # who reads settings alone does not need it
 
     matched = _OBJECT.fullmatch(name)
@@ -129,7 +123,7 @@ def files_of_model(directory: Path, *, has_weights: bool) -> list[Path]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the texts at any depth, and where they are."""
+    """Yield the key and the value of texts at any depth."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):

@@ -27,15 +27,14 @@ class Span(msgspec.Struct, omit_defaults=True, frozen=True):
 
     Attributes:
         process: `trainer` (rank 0), `orchestrator`, `evaluation`.
-        name: of what was done, that of the metric `time/<name>` where there is one; `start`, of no length, says
-            that the process began, behind `step`.
+        name: of the work, as in the metric `time/<name>`; `start`, of no length, says
+            that the process began, after `step`.
         begin, end: Unix time in seconds.
         step: the optimizer step that it is for; None where it is for none.
         version: of the policy that is meant.
-        lane: of what goes on beside the main work of the process, such as writing a checkpoint; empty: the main work.
-            Within one lane spans follow one another, but for those with a `count`.
-        count: more than 1: how many spans of this name, the last ones of their step, are told as this one, from the
-            begin of the first to the end of the last; others may lie between them.
+        lane: of work beside the main work of the process, such as writing a checkpoint; empty: the main work. Spans
+            of one lane do not overlap, except those with a `count`.
+        count: more than 1: so many spans of this name are merged, from the begin of the first to the end of the last.
         attempt: set by who reads, from the directory that the line is in.
     """
 
@@ -57,31 +56,28 @@ class _Writer:
         self.process = process
         self._path = path
         self._descriptor: int | None = None
-        self._is_torn = False
         self._has_warned = False
 
     def write(self, span: Span) -> None:
         line = msgspec.json.encode(span) + b"\n"
-        if self._is_torn:
-            line = b"\n" + line  # a part of a line is none, and must not spoil this one
         try:
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-                size = os.fstat(self._descriptor).st_size
-                if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # of one that was killed here
-                    line = b"\n" + line
-            self._is_torn = os.write(self._descriptor, line) < len(line)
-            failure = "the storage took a part of a line" if self._is_torn else ""
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                if os.fstat(self._descriptor).st_size:
+                    line = b"\n" + line  # a process that was killed here, or a full disk, may have left a part of one
+            if os.write(self._descriptor, line) < len(line):
+                raise OSError("the storage took a part of a line")
         except OSError as error:
-            self._is_torn, failure = True, str(error)
-        if failure and not self._has_warned:
-            self._has_warned = True
-            _log.warning("%s lacks lines: %s. Only reports show less for it.", self._path, failure)
+            self.close()
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("%s lacks lines: %s. Only reports show less for it.", self._path, error)
 
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
+            self._descriptor = None
 
 
 _own: _Writer | None = None
@@ -113,10 +109,8 @@ def record(
     lane: str = "",
     count: int = 1,
 ) -> None:
-    """Append one span, as the fields of `Span` say; does nothing in a process that was never started. For any thread.
-
-    Never raises for the storage.
-    """
+    """Append one span, as the fields of `Span` say; does nothing without `start_timeline`. For any thread.
+    Never raises for the storage."""
     if _own is not None:
         begin, end = round(begin, 6), round(end, 6)
         _own.write(Span(_own.process, name, begin, end, step=step, version=version, lane=lane, count=count))
@@ -137,13 +131,9 @@ _DECODER = msgspec.json.Decoder(Span)
 
 
 def read_timeline(run_dir: RunDir) -> list[Span]:
-    """Return the spans of all processes and attempts whose logs are still there, by their begin.
-
-    Lines that are not whole, of a process that was killed or is writing, are left out.
-
-    Raises:
-        OSError: a file is there and cannot be read.
-    """
+    """Return the spans of all processes and attempts whose logs are still there, by their begin. Lines that are not
+    whole, of a process that was killed or is writing, are left out. Raise OSError if a file is there and cannot be
+    read."""
     spans: list[Span] = []
     for attempt, path in run_dir.logged("timeline_*.jsonl"):
         with contextlib.suppress(FileNotFoundError):  # a resume has just removed an old attempt
@@ -152,11 +142,7 @@ def read_timeline(run_dir: RunDir) -> list[Span]:
 
 
 def read_spans(path: Path, *, attempt: int) -> list[Span]:
-    """Return the whole lines of one file, as those of `attempt`.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the whole lines of one file, as those of `attempt`. Raise OSError if it cannot be read."""
     spans: list[Span] = []
     for line in path.read_bytes().splitlines():
         try:

@@ -1,8 +1,7 @@
 """Weights and LoRA adapters as files: their names and formats, and one digest that all processes compare.
 
-The digest covers the `*.safetensors` files by name, size and content, in the order of their names. For an adapter it
-also covers the scaling of its factors (rank and alpha). It covers nothing else: a tokenizer or a manifest in the same
-directory does not change it.
+The digest covers the `*.safetensors` files by name, size and content, in the order of their names, and for an adapter
+the scaling of its factors (rank and alpha): not a tokenizer or a manifest in the same directory.
 
 An adapter is a directory that peft loads as well; trainer and inference agree on it:
 
@@ -97,20 +96,12 @@ def holds_adapter(directory: Path) -> bool:
 
 
 def read_scaling(directory: Path) -> Scaling:
-    """Return the scaling of the adapter in `directory`.
-
-    Raises:
-        DataError: its settings are missing or damaged.
-    """
+    """Return the scaling of the adapter in `directory`. Raise DataError if its settings are missing or damaged."""
     return _read(directory / ADAPTER_CONFIG_NAME, Scaling)
 
 
 def read_base(directory: Path) -> Base:
-    """Return what the adapter in `directory` belongs to.
-
-    Raises:
-        DataError: that is not written there, or damaged.
-    """
+    """Return what the adapter in `directory` belongs to. Raise DataError if the file is missing or damaged."""
     return _read(directory / BASE_NAME, Base)
 
 
@@ -157,11 +148,8 @@ def combined_digest(files: Iterable[WeightsFile]) -> str:
 
 
 def scaling_of(directory: Path, names: Iterable[str]) -> list[WeightsFile]:
-    """Return what the digest takes of an adapter's settings: nothing where `names`, its files, are whole weights.
-
-    Raises:
-        DataError: the settings are missing or damaged.
-    """
+    """Return what the digest takes of an adapter's settings: nothing where `names`, its files, are whole weights. Raise
+    DataError if the settings are missing or damaged."""
     if ADAPTER_NAME not in names:
         return []
     scaling = read_scaling(directory)
@@ -170,11 +158,8 @@ def scaling_of(directory: Path, names: Iterable[str]) -> list[WeightsFile]:
 
 
 def weights_digest(directory: Path) -> str:
-    """Return the digest of the weights in `directory`.
-
-    Raises:
-        DataError: there are no weights files in it, or the settings of an adapter are damaged.
-    """
+    """Return the digest of the weights in `directory`. Raise DataError if there are no weights files in it, or the
+    settings of an adapter are damaged."""
     paths = weights_files(directory)
     if not paths:
         raise DataError(f"{directory} holds no *.safetensors file")
@@ -183,13 +168,8 @@ def weights_digest(directory: Path) -> str:
 
 
 def listed_digest(manifest: Manifest, directory: Path) -> str:
-    """Return the digest of the weights in `directory` that its manifest lists; no tensor is read.
-
-    Empty where it lists none.
-
-    Raises:
-        DataError: the settings of an adapter are missing or damaged.
-    """
+    """Return the digest of the weights in `directory` that its manifest lists; no tensor is read. Empty where it lists
+    none. Raise DataError if the settings of an adapter are missing or damaged."""
     files = [
         WeightsFile(name, entry.size_bytes, entry.xxh3_128)
         for name, entry in manifest.files.items()

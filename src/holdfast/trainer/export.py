@@ -1,4 +1,4 @@
-"""Converts checkpoints to Hugging Face directories, for `ckpt export` and `promote`.
+"""Converts checkpoints to Hugging Face directories, for `ckpt export`.
 
 `export` writes weights that from_pretrained and vLLM load, tensor by tensor. With LoRA it writes the adapter only, as
 peft loads it, or the merged weights.
@@ -6,9 +6,7 @@ peft loads it, or the merged weights.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -82,7 +80,7 @@ def describe(directory: Path) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Export:
-    """What to write of a verified checkpoint: by default in the dtype of published weights, in files of 4 GiB.
+    """What to write of a verified checkpoint: by default in the dtype of published weights.
 
     Attributes:
         base: with LoRA, the weights to merge the adapter into; None: write the adapter only.
@@ -91,7 +89,6 @@ class Export:
     step_directory: Path
     target: Path
     dtype: DType | None = None
-    max_file_bytes: int | None = None
     base: str | None = None
 
 
@@ -131,20 +128,15 @@ def set_dtype(path: Path, dtype: torch.dtype) -> None:
 def new_directory(final: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `final`, removed if the block fails. Raise SaveError if the storage fails."""
     temporary = atomic.temporary_sibling(final)
-    descriptor = None
     try:
         atomic.make_directory(final.parent)
         temporary.mkdir()
-        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # tells `ckpt prune` that the writer lives
         yield temporary
     except OSError as error:
         where = error.filename or final
         reason = error.strerror or error
         raise SaveError(f"{final} could not be written: {reason} ({where}). Nothing is left of it.") from None
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -178,10 +170,9 @@ _MODEL = "model."
 
 
 def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
-    if request.dtype is not None or request.max_file_bytes is not None:
+    if request.dtype is not None:
         raise ConfigError(
-            "an adapter alone is one file in float32: leave out --dtype and --max-shard-size, or name the weights "
-            "to merge it into with --base"
+            "an adapter alone is in float32: leave out --dtype, or name the weights to merge it into with --base"
         )
     step, target = request.step_directory, request.target
     with new_directory(target) as directory:
@@ -231,7 +222,7 @@ def _write_whole(
         set_dtype(directory / "config.json", dtype)
         if factors is not None:
             save_factors(factors, directory / ADAPTER_DIR)
-        writer = SafetensorsWriter(directory, max_file_bytes=request.max_file_bytes)
+        writer = SafetensorsWriter(directory)
         for name, tensor in tensors:
             writer.add(name, tensor.to(dtype=dtype if tensor.is_floating_point() else None).contiguous())
         return commit(directory, request.target, writer, dtype, manifest.read_manifest(request.step_directory))

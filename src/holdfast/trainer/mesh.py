@@ -194,7 +194,7 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
     has_group = dist.is_initialized()
     rank, world_size = rank_and_world_size() if has_group else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
-    if use_cuda:  # untested: needs a GPU
+    if use_cuda:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:

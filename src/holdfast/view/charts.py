@@ -186,7 +186,7 @@ def _figure(traces: list[dict[str, Any]], unit: str, runs: Sequence[RunData]) ->
         **_marked(marks, min(steps), max(steps)),
     }
     values = {value for trace in traces for value in trace["y"]}
-    if len(values) == 1:  # else the axis would be from one below to one above
+    if len(values) == 1:  # else plotly's axis would reach from value - 1 to value + 1
         (value,) = values
         layout["yaxis"]["range"] = sorted((0.0, 2 * value)) if value else [-1, 1]
     return {"data": traces, "layout": layout}

@@ -99,7 +99,7 @@ def _decoded(line: bytes) -> Any:
 
 
 class EventLog:
-    """The events of a run as they come, with the numbers of their attempts.
+    """Reads the events of a run while it writes them, with the numbers of their attempts.
 
     Args:
         name: the file of an attempt: each node has its own.

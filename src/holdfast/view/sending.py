@@ -99,7 +99,7 @@ def take_cursor(run_dir: RunDir, tracker: str) -> Cursor:
 
 
 class TrackerFailed(HoldfastError):
-    """A tracker, or the way to it, failed. What it has not taken is in `metrics.jsonl`."""
+    """A tracker, or the connection to it, failed. The metrics that it lacks are in `metrics.jsonl`."""
 
 
 class Sending:
@@ -117,7 +117,7 @@ class Sending:
         self.step = 0
 
     def send(self, is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep) -> None:
-        """Send what is not sent yet, and what comes, until `is_over`; return when the tracker has it all.
+        """Send old and new metrics until `is_over`; return when the tracker has all of them.
 
         Raises:
             TrackerFailed: by whatever the tracker raised.
@@ -151,7 +151,7 @@ class Sending:
                     self._cursor.alerted_unix_s = max(self._cursor.alerted_unix_s, alarm.unix_s)
                     is_changed = True
             for step, metrics in steps:
-                if step > self.step:  # else it was trained again after a restart, with the same result
+                if step > self.step:  # else a restarted trainer computed the step again, with the same result
                     self._tracker.log(step, metrics)
                     self.step = step
                     is_changed |= self._send_evaluations(ended)

@@ -93,7 +93,7 @@ class Phase:
 
     @property
     def counts(self) -> bool:
-        """Whether it says how much of it is done."""
+        """Whether the phase tells how much of its work is done."""
         return isinstance(self.details.get("done"), int) and isinstance(self.details.get("total"), int)
 
     @property
@@ -186,7 +186,7 @@ class RunState:
         self.recent.clear()
 
     def take_step(self, metrics: dict[str, Any], *, unix_s: float) -> None:
-        """Take one line of `metrics.jsonl`; a step that comes again replaces itself and what came after it."""
+        """Take one line of `metrics.jsonl`; a step that was trained again replaces its old line and all later lines."""
         step = int(metrics["step"])
         while self.recent and self.recent[-1]["step"] >= step:
             self.recent.pop()
@@ -214,7 +214,7 @@ class RunState:
         self.phases.clear()
 
     def take_event(self, event: dict[str, Any], *, attempt: int) -> Alarm | Phase | None:
-        """Take one event of an attempt; return what it says, None for an event of the launcher itself."""
+        """Take one event of an attempt; return its alarm or phase, None for an event of the launcher."""
         process, name, unix_s = str(event.get("process", "")), str(event.get("phase", "")), unix_s_of(event)
         details = {key: value for key, value in event.items() if key not in ("phase", "process", "time")}
         if attempt > self.attempt:

@@ -94,11 +94,13 @@ def test_an_unknown_template_is_not_taken_for_missing(tmp_path: Path, plain_mode
     offline = load("http://127.0.0.1:9", tmp_path / "cache", HF_HUB_OFFLINE="1")
     assert (offline.returncode, offline.stdout) == (0, "['default']\n"), offline.stderr
     unknown = load("http://127.0.0.1:9", tmp_path / "empty", HF_HUB_OFFLINE="1")
-    assert unknown.returncode == 1 and "'someone/model' is no directory, and the hub is silent" in unknown.stderr
+    assert unknown.returncode == 1 and "'someone/model' is not a directory, and the hub is silent" in unknown.stderr
 
 
 def test_a_name_that_can_be_no_model_is_refused_as_such() -> None:
-    with pytest.raises(ConfigError, match="model.tokenizer: 'no/such/directory' is no directory and no model on the"):
+    with pytest.raises(
+        ConfigError, match="model.tokenizer: 'no/such/directory' is neither a directory nor a model on the"
+    ):
         load_tokenizer("no/such/directory")
 
 

@@ -1,7 +1,6 @@
-"""`ckpt ls`, `verify`, `prune` and the command line, on checkpoints of a real run; and what is around torch."""
+"""`ckpt ls`, `verify` and the command line, on checkpoints of a real run; and what is around torch."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -78,13 +77,9 @@ def listed(ckpt: Ckpt, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any
         (["show"], "required: STEP"),
         (["ls", "7"], "unrecognized arguments: 7"),
         (["export", "1"], "required: --to"),
-        (["export", "1", "--to", "x", "--max-shard-size", "4XB"], "'4XB' is not a size such as 4GB"),
-        (["promote", "1", "--name", "../x"], "'../x' is not a name"),
-        (["prune", "--keep", "0"], "'0' is not a whole number above 0"),
         (["verify", "--how", "half"], "invalid choice: 'half'"),
         (["ls", "--output-dir", "nowhere"], "there is no directory nowhere"),
         (["ls", "--output-dir", "."], "holds neither a run nor checkpoints"),
-        (["prune", "--keep-best", "loss"], "say how many with --keep"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
@@ -106,7 +101,7 @@ def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Ck
 
 def test_ls_shows_steps_and_marks_the_best(ckpt: Ckpt, run_dir: RunDir) -> None:
     code, document = listed(ckpt, run_dir)
-    assert code == 0 and document["problems"] == [] and document["exports"] == []
+    assert code == 0 and document["problems"] == []
     assert document["metric"] == "loss"
     assert set(document["steps"][0]) == {
         "step", "status", "kind", "size_bytes", "age_s", "metric", "best", "world_size", "path", "reason"
@@ -189,62 +184,9 @@ def test_checkpoints_alone_will_do_and_a_run_without_any(ckpt: Ckpt, run_dir: Ru
     assert code == 0 and len(json.loads(out)["steps"]) == 4
     # A run without checkpoints is no mistake.
     shutil.rmtree(run_dir.checkpoints)
-    for command in ("ls", "verify", "prune"):
+    for command in ("ls", "verify"):
         code, out, _ = ckpt(command, "--output-dir", run_dir.path)
-        assert code == 0 and ("no checkpoints in" in out or "removed 0" in out)
-
-
-def test_prune_keeps_newest_interval_and_best(ckpt: Ckpt, run_dir: RunDir) -> None:
-    for step, value in ((1, 1.0), (2, 4.0), (3, 3.0), (4, 2.0)):
-        set_metrics(run_dir.checkpoint(step), {"reward/mean": value})
-    rules = ("--keep", "1", "--keep-interval", "3", "--keep-best", "min:reward/mean")
-    sizes = sum(path.stat().st_size for path in run_dir.checkpoint(2).rglob("*") if path.is_file())
-    code, out, _ = ckpt("prune", *rules, "--dry-run", "--json", "--output-dir", run_dir.path)
-    assert code == 0 and json.loads(out)["dry_run"] is True and run_dir.committed_steps() == [1, 2, 3, 4]
-    code, out, _ = ckpt("prune", *rules, "--json", "--output-dir", run_dir.path)
-    document = json.loads(out)
-    assert code == 0
-    assert [(Path(line["path"]).name, line["reason"]) for line in document["removed"]] == [("step_2", "superseded")]
-    assert document["freed_bytes"] == sizes
-    assert document["steps"] == run_dir.committed_steps() == [1, 3, 4]
-
-
-def test_prune_without_rules_removes_torn_saves_alone(ckpt: Ckpt, run_dir: RunDir) -> None:
-    shutil.copytree(run_dir.checkpoint(4), run_dir.checkpoints / ".tmp-step_5")
-    code, out, _ = ckpt("prune", "--output-dir", run_dir.path)
-    assert code == 0 and "torn" in out and "removed 1 directories" in out
-    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_1", "step_2", "step_3", "step_4"]
-
-
-def test_prune_refuses_a_run_that_goes_on(ckpt: Ckpt, run_dir: RunDir) -> None:
-    run_dir.lock()
-    code, _, err = ckpt("prune", "--keep", "1", "--output-dir", run_dir.path)
-    assert code == 2 and "in use by another run" in err
-    assert run_dir.committed_steps() == [1, 2, 3, 4]
-    assert ckpt("prune", "--keep", "1", "--dry-run", "--output-dir", run_dir.path)[0] == 0
-
-
-def test_prune_removes_exports_whose_writer_died(ckpt: Ckpt, run_dir: RunDir) -> None:
-    exports = run_dir.path / "exports"
-    for name in ("gold", ".tmp-dead", ".tmp-alive"):
-        (exports / name).mkdir(parents=True)
-    descriptor = os.open(exports / ".tmp-alive", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    statuses = {line["name"]: line["status"] for line in listed(ckpt, run_dir)[1]["exports"]}
-    assert statuses == {"gold": "damaged", ".tmp-dead": "torn", ".tmp-alive": "torn"}
-    assert ckpt("prune", "--output-dir", run_dir.path)[0] == 0
-    os.close(descriptor)
-    assert sorted(path.name for path in exports.iterdir()) == [".tmp-alive", "gold"]
-
-
-def test_prune_never_counts_a_damaged_step_as_kept(ckpt: Ckpt, run_dir: RunDir) -> None:
-    """Were the damaged newest step counted, the last whole ones would go."""
-    flip(run_dir.checkpoint(4) / "trainer" / "__0_0.distcp")
-    (run_dir.checkpoint(2) / "manifest.json").unlink()
-    code, out, _ = ckpt("prune", "--keep", "1", "--output-dir", run_dir.path)
-    assert code == 1 and "step 4 is damaged and stays" in out and "step 2 is damaged and stays" in out
-    left = sorted(path.name for path in run_dir.checkpoints.iterdir())
-    assert left == ["step_2", "step_3", "step_4"]
+        assert code == 0 and "no checkpoints in" in out
 
 
 def test_no_line_is_cut_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,19 +199,6 @@ def test_sizes_and_ages_are_short() -> None:
         "0 B", "999 B", "1 kB", "12.3 MB", "2.4 GB", "5 TB", "500.0 TB",
     ]  # fmt: skip
     assert [age(value) for value in (-5, 59, 300, 8000, 400_000)] == ["0 s", "59 s", "5 min", "2 h", "5 d"]
-
-
-def test_ls_says_what_the_run_occupies(ckpt: Ckpt, run_dir: RunDir) -> None:
-    (run_dir.path / "discarded").mkdir()
-    shutil.copyfile(run_dir.metrics, run_dir.path / "discarded" / "old")
-    (run_dir.path / "discarded" / "linked").hardlink_to(run_dir.path / "discarded" / "old")
-    _, document = listed(ckpt, run_dir)
-    occupied = document["occupied_bytes"]
-    assert occupied["checkpoints"] == sum(step["size_bytes"] for step in document["steps"])
-    assert occupied["discarded"] == run_dir.metrics.stat().st_size, "what is linked counts once"
-    assert {"weights", "logs", "configs", "metrics.jsonl"} <= occupied.keys()
-    _, out, _ = ckpt("ls", "--output-dir", run_dir.path)
-    assert out.splitlines()[-1].startswith("occupied: ") and "checkpoints" in out.splitlines()[-1]
 
 
 def test_what_libraries_print_does_not_come_into_the_report(capfd: pytest.CaptureFixture[str]) -> None:

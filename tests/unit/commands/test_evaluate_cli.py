@@ -60,10 +60,9 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
         ((*POLICY, "--run", "a"), "evaluate takes one policy"),
         (("--model.name", "./nowhere", "--environments", ENVIRONMENTS), "model.name = './nowhere' is not a directory"),
         ((*POLICY, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
-        ((*POLICY, "--seq-len", "4096"), "inference.model.max_len = 4096 is more than the 2048"),
         ((*POLICY, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
         (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
-        (("--run", "nowhere"), "run = nowhere is no run directory"),
+        (("--run", "nowhere"), "run = nowhere is not a run directory"),
         (("--compare", "a"), "expected 2 arguments"),
         (("--compare", "a", "b"), "a holds no evaluation"),
         (("--compare", "a", "b", "--confidence", "2"), "--confidence 2 is not between 0.5 and 1"),
@@ -119,7 +118,7 @@ def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
     shutil.rmtree(run_dir.weights)
     with pytest.raises(CheckpointError, match="step = latest .* whole weights of no step"):
         evaluated_policy.step_of_run(run_dir.path, "latest")
-    with pytest.raises(DataError, match="no run directory"):
+    with pytest.raises(DataError, match="not a run directory"):
         evaluated_policy.step_of_run(tmp_path, "latest")
 
 

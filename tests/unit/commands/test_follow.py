@@ -84,7 +84,7 @@ def test_a_run_is_over_when_its_last_step_is_there_or_nobody_trains(tmp_path: Pa
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path: Path, run_command: RunCommand) -> None:
-    with pytest.raises(DataError, match="is no run directory"):
+    with pytest.raises(DataError, match="is not a run directory"):
         FollowedRun.read(tmp_path)
     empty = RunDir(tmp_path / "empty")
     empty.path.mkdir()

@@ -189,10 +189,8 @@ def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
         ("[optim]\nlr = true", "'optim.lr' should be a number, not true or false"),
         ("[optim]\nlr = inf", "'optim.lr' should be a finite number, got Infinity"),
         ("[optim]\nlr = nan", "'optim.lr' should be "),
-        ('[model]\nname = "a\\u0000b"', "'model.name' must not hold the character NUL"),
-        ('output_dir = "a\\u0000b"', "'output_dir' must not hold the character NUL"),
     ],
-    ids=["digits", "array", "keys", "table", "bool", "bool for float", "inf", "nan", "NUL", "NUL in a path"],
+    ids=["digits", "array", "keys", "table", "bool", "bool for float", "inf", "nan"],
 )
 def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, content: str, said: str) -> None:
     message = refused("@", write("strange.toml", content))
@@ -264,8 +262,8 @@ def test_only_regular_files_of_a_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with open(sparse, "wb") as file:
         file.truncate(1 << 34)
-    assert "is no regular file" in refused("@", str(pipe))
-    assert "is no regular file" in refused("@", "/dev/zero")
+    assert "is not a regular file" in refused("@", str(pipe))
+    assert "is not a regular file" in refused("@", "/dev/zero")
     assert "has 17179869184 bytes, allowed are" in refused("@", str(sparse))
 
 
@@ -281,43 +279,10 @@ def test_many_mistakes_are_not_all_listed(write: Write) -> None:
     assert "and 9980 more like these" in message and len(message) < 10_000
 
 
-TRAINER = "advantage = 'grpo'\nmax_steps = 4\n[loss]\ntype = 'grpo'\n[optim]\nlr = 1e-4\n"
-ORCHESTRATOR = (
-    "problems_per_step = 4\nmax_steps = 4\n[sampling]\nmax_tokens = 8\n[[environments]]\nid = 'reverse_text'\n"
-)
-
-
-def test_files_of_trainer_and_orchestrator_that_were_swapped_are_told_as_such(write: Write) -> None:
-    trainer, orchestrator = write("trainer.toml", TRAINER), write("orchestrator.toml", ORCHESTRATOR)
-    config = rl("--trainer", "@", trainer, "--orchestrator", "@", orchestrator, "--trainer.optim.lr", "0.1")
-    assert (config.orchestrator.problems_per_step, config.trainer.max_steps, config.trainer.optim.lr) == (4, 4, 0.1)
-    said = refused("--trainer", "@", orchestrator, "--orchestrator", "@", trainer, command=RlConfig)
-    assert said.splitlines() == [
-        f"{orchestrator} looks like a file for the section orchestrator: problems_per_step, sampling "
-        f"belong there. It was given as '--trainer @ {orchestrator}': give it as '--orchestrator @ {orchestrator}'.",
-        f"       {trainer} looks like a file for the section trainer: advantage, loss, optim belong there. It was "
-        f"given as '--orchestrator @ {trainer}': give it as '--trainer @ {trainer}'.",
-    ]
-    said = refused("@", orchestrator, "--trainer", "@", trainer, command=RlConfig)
-    assert said.splitlines() == [
-        f"{orchestrator} looks like a file for the section orchestrator: problems_per_step, sampling, environments "
-        f"belong there. It was given as '@ {orchestrator}': give it as '--orchestrator @ {orchestrator}'."
-    ]
-
-
-def test_sections_that_know_the_keys_of_a_file_equally_are_all_named_or_none(write: Write) -> None:
-    served = write("served.toml", "port = 9500\n")
-    assert refused("--model", "@", served, command=RlConfig) == (
-        f"{served} looks like a file for the section dashboard: port belongs there. It was given as "
-        f"'--model @ {served}': give it as '--dashboard @ {served}'."
-    )
-    tasks = write("tasks.toml", "[sampling]\nmax_tokens = 8\n[[environments]]\nid = 'reverse_text'\n")
-    said = refused("--inference", "@", tasks, command=RlConfig)
-    assert f"give it as '--orchestrator @ {tasks}' or '--eval @ {tasks}'." in said
-    # One key of `ckpt` and `journal`, another one of `orchestrator`: none knows the file.
-    each = write("each.toml", "keep = 4\nseq_len = 64\n")
-    said = refused("--tracking", "@", each, command=RlConfig)
-    assert "looks like" not in said and "unknown key 'tracking.keep'" in said
+def test_a_file_for_another_section_is_told_by_its_keys(write: Write) -> None:
+    trainer = write("trainer.toml", "[loss]\ntype = 'grpo'\n[optim]\nlr = 1e-4\n")
+    said = refused("--orchestrator", "@", trainer, command=RlConfig)
+    assert f"{trainer}: unknown key 'orchestrator.optim'. Did you mean 'trainer.optim'" in said
 
 
 def _sft(*flags: str) -> SftConfig:

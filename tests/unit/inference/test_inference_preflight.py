@@ -18,9 +18,8 @@ from holdfast.config.inference import ServerConfig
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.inference.main import _read_arguments as read_arguments
-from holdfast.inference.main import bind, check, required_token, resolve_model
+from holdfast.inference.main import bind, required_token, resolve_model
 from holdfast.orchestrator.client.http import HttpTransport
-from tests.runs.ports import free_port
 
 
 def _server(**fields: str | int) -> ServerConfig:
@@ -109,18 +108,6 @@ def test_configurations_that_are_none_of_the_inference_server(tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
             read_arguments(arguments)
-
-
-def test_sessions_that_the_model_has_no_positions_for_are_refused_before_vllm_is_imported() -> None:
-    def config(max_len: int) -> InferenceConfig:
-        model = {"name": "examples/reverse_text/model", "max_len": max_len}
-        return InferenceConfig.model_validate({"model": model, "server": {"port": free_port()}})
-
-    check(config(2048), is_alone=True).sock.close()
-    with pytest.raises(ConfigError, match=r"^inference\.model\.max_len = 2049 .* --inference\.model\.max-len 2048"):
-        check(config(2049), is_alone=False)
-    with pytest.raises(ConfigError, match=r"^model\.max_len = 2049 is more than .* --model\.max-len 2048"):
-        check(config(2049), is_alone=True)
 
 
 _OURS = ("OMP_", "MKL_", "OPENBLAS_", "VLLM_", "HF_HUB", "TORCHDYNAMO", "TOKENIZERS")

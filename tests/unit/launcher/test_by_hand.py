@@ -154,10 +154,10 @@ def test_a_filesystem_without_locks_is_refused(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "lock").touch()
     with pytest.raises(RunDirError, match="cannot be locked"):
         lock.is_held(tmp_path / "lock")
-    assert not lock.is_directory_locked(-1), "where nothing can be locked, nothing is"
+    assert not lock._is_taken(-1), "where nothing can be locked, nothing is"
     number = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):  # which is not taken for free
-        lock.is_directory_locked(-1)
+        lock._is_taken(-1)
 
 
 def test_what_a_killed_holder_left_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,10 +139,34 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     rl.trainer.model.name = MODEL
     said = summary(rl.trainer, None, rl.orchestrator)
     assert "tasks: reverse_text\nsteps: 100 of 16 x 8 rollouts" in said and "no checkpoints: a killed run" in said
-    assert count_parameters("somebody/model") is None and len(said.splitlines()) <= 6
+    assert count_parameters("somebody/model") is None and len(said.splitlines()) <= 7
     for name in ("model.safetensors", "consolidated.safetensors"):  # the same weights in another form
         (tmp_path / name).symlink_to(Path(MODEL).absolute() / "model.safetensors")
     assert count_parameters(str(tmp_path)) == count_parameters(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "said"),
+    [
+        (6000, "prompts: each is computed once for its 8 answers; the longest group has 6,000 tokens"),
+        (5999, "is computed 2 times for its 8 answers, as 7 of them fit trainer.row_tokens = 5,999 with it"),
+        (
+            4096,
+            "is computed 2 times for its 8 answers, as 4 of them fit trainer.row_tokens = 4,096 with it, and all ",
+        ),
+        (1000, "is computed 8 times for its 8 answers, as 1 of them fit"),
+    ],
+)
+def test_it_is_told_how_often_a_prompt_is_computed(row_tokens: int, said: str) -> None:
+    values = {
+        "model": {"name": MODEL},
+        "trainer": {"row_tokens": row_tokens},
+        "orchestrator": {"environments": ENVIRONMENTS, "seq_len": 2500, "sampling": {"max_tokens": 500}},
+    }
+    rl = RlConfig.model_validate(values)
+    assert said in summary(rl.trainer, None, rl.orchestrator)
+    rl.trainer.share_prompts = False
+    assert "prompts:" not in summary(rl.trainer, None, rl.orchestrator)
 
 
 def test_a_step_of_more_than_all_samples_is_told(tmp_path: Path) -> None:

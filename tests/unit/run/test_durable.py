@@ -179,14 +179,10 @@ def test_a_file_of_which_a_byte_is_damaged_says_nothing_else(data: bytes, read: 
     assert unnoticed < 160
 
 
-def test_files_of_older_versions_and_of_people_are_taken_as_they_are() -> None:
+def test_files_that_people_write_are_taken_as_they_are() -> None:
     assert checked.decode(b'{"run_id": "mine"}') == {"run_id": "mine"}
     assert _toml(TEXT.encode()) == _toml(checked.with_first_line(TEXT))
-    behind = TEXT.encode() + b"# check fb7515c8f1bea856\n"
-    assert _toml(behind) == _toml(TEXT.encode())
-    with pytest.raises(ValueError, match="its checksum is wrong"):
-        _toml(behind.replace(b"3", b"4", 1))
-    with pytest.raises(ValueError, match="no object"):
+    with pytest.raises(ValueError, match="not an object"):
         checked.decode(b"[]")
 
 

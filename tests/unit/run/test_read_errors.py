@@ -2,15 +2,14 @@
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from holdfast.commands.ckpt import ls
+from holdfast.commands.ckpt import verify as ckpt_verify
 from holdfast.commands.ckpt_dirs import CheckpointDirs
-from holdfast.commands.ckpt_dirs import verify as ckpt_verify
 from holdfast.errors import ReadError, RunDirError, is_storage_failure
 from holdfast.launcher.resume.remote import fetch
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_damaged
@@ -74,29 +73,21 @@ def test_an_older_step_can_still_be_asked_for_by_number(three: RunDir) -> None:
     assert three.committed_steps() == [10, 20, 30]
 
 
-def test_commands_remove_nothing_unreadable(three: RunDir, run_command: Callable[..., tuple[int, str, str]]) -> None:
+def test_commands_name_what_is_unreadable(three: RunDir) -> None:
     places = CheckpointDirs(three.path)
     with unreadable(three.checkpoint(10) / MANIFEST_NAME):
         (problem,) = ls(places, metric=None).problems
         assert problem.startswith("step 10 is unreadable: ")
         (problem,) = ckpt_verify(places, steps=[], how="full").problems
         assert "cannot be read: Input/output error" in problem
-        code, out, _ = run_command("ckpt", "prune", "--keep", "1", "--output-dir", three.path)
-        assert code == 1 and "steps that stay: 10, 30" in out
-    assert three.committed_steps() == [10, 30]
 
 
-def test_an_unreadable_file_is_told_of_a_step(three: RunDir, run_command: Callable[..., tuple[int, str, str]]) -> None:
+def test_an_unreadable_file_is_told_of_a_step(three: RunDir) -> None:
     shard = three.checkpoint(10) / "trainer/__0.distcp"
-    kept = shard.rename(shard.with_name("kept"))
+    shard.rename(shard.with_name("kept"))
     shard.symlink_to(shard)
     (problem,) = ls(CheckpointDirs(three.path), metric=None).problems
     assert problem.startswith("step 10 is unreadable: ") and "__0.distcp cannot be read: Too many levels of" in problem
-    code, out, _ = run_command("ckpt", "prune", "--keep", "1", "--output-dir", three.path)
-    assert code == 1 and "step 10 is unreadable and stays: " in out
-    shard.unlink()
-    kept.rename(shard)
-    assert three.committed_steps() == [10, 30]
 
 
 def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDir) -> None:

@@ -43,7 +43,7 @@ class Cluster(Protocol):
         ...
 
     def missing(self) -> str:
-        """Say which processes have no place, and what there is."""
+        """Name the processes that find no free host, and the hosts."""
         ...
 
     def host(self, name: str) -> RemoteHost:
@@ -96,7 +96,7 @@ def wait_for_places(
 
 
 def is_trainer(name: str) -> bool:
-    """Whether the process of this name is one of the trainer's."""
+    """Whether a process with this name belongs to the trainer."""
     return name.split("_")[0] == "trainer"
 
 

@@ -258,7 +258,7 @@ def _script(
         "job-name": slurm.job_name,
         "nodes": nodes,
         "ntasks-per-node": 1,
-        "exclusive": None,  # the processes take the cores that there are
+        "exclusive": None,  # the processes share all cores of the node
         "gpus-per-node": slurm.gpus_per_node or False,
         "time": slurm.time or False,
         "partition": slurm.partition or False,

@@ -262,7 +262,7 @@ def _forget_attempts(attempt: Attempt, keep: int, names: tuple[str, ...]) -> Non
 
 
 def _with_store(action: Callable[[], S], *, again: bool) -> S | None:
-    """Do what needs the object store; `again`: continue without it, as this machine has all that it had."""
+    """Do what needs the object store; `again`: continue without the store, since this machine has all checkpoints."""
     try:
         return action()
     except StorageError as error:
@@ -459,7 +459,7 @@ def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sec
             + "       Give the settings of that run to continue it, or add --ckpt.resume-step auto to continue with "
             f"these settings, {elsewhere}."
         )
-    # A store may have what is not here.
+    # A store may have checkpoints that this machine lacks.
     elsewhere_too = run_dir.forked_from() is not None or (trainer.ckpt is not None and trainer.ckpt.dir is not None)
     if run_dir.entries() or run_dir.published_batches() or elsewhere_too:
         print(f"continuing the unfinished run in {run_dir.path}: its settings are the same")

@@ -153,7 +153,7 @@ def _fetch_newest(
 
 def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[[str], None]) -> None:
     started = time.monotonic()
-    # A damaged one is kept: some of it may be of use.
+    # A damaged checkpoint here is set aside: parts of it may be needed.
     remote.download(
         step, run_dir.checkpoint(step), make_room=lambda old: set_aside(run_dir, old, run_dir.next_attempt())
     )

@@ -129,7 +129,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         run_dir.checkpoints: step,
         run_dir.weights: step,
         run_dir.rollouts: step if last_batch is None else last_batch,
-        # Of versions that may have made a batch which stays, or the one that is made next.
+        # Evaluations of versions that sampled a batch that is kept, or that sample the next batch.
         run_dir.evaluations: step if last_batch is None else last_batch,
     }
     later = [

@@ -313,7 +313,7 @@ def load_vocab_size(name: str) -> int:
         try:
             path = Path(hf_hub_download(name, "config.json"))
         except (HFValidationError, OSError) as error:
-            raise ConfigError(f"model.name: '{name}' is no directory and no model on the hub: {error}") from None
+            raise ConfigError(f"model.name: '{name}' is neither a directory nor a model on the hub: {error}") from None
     return vocab_size_in(path)
 
 

@@ -85,7 +85,7 @@ class Stager:
             staged[name] = _like(tensor, buffer)
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
-        if copies_from_gpu:  # untested: needs a GPU
+        if copies_from_gpu:
             # The copies above are only queued.
             torch.cuda.current_stream().synchronize()
         return staged

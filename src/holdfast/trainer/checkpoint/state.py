@@ -343,7 +343,7 @@ def restore_random_state(state: RandomState) -> None:
     keys = np.frombuffer(state.numpy_keys, dtype="<u4")
     np.random.set_state(("MT19937", keys, *state.numpy_rest))
     random.setstate((state.python_version, tuple(state.python_keys), state.python_gauss))
-    if state.torch_cuda is not None and torch.cuda.is_available():  # untested: needs a GPU
+    if state.torch_cuda is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8))
 
 

@@ -34,7 +34,7 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-_FOR_CHATS = ("tools", "documents", "chat_template_kwargs")
+_FOR_CHATS = ("tools", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,10 @@ def find_format(row: Row, formats: tuple[Format, ...], *, name: str) -> Format:
 def _chat(row: Row, messages: object, tokenizer: Tokenizer, train_on: TrainOn, *, first_trained: int = 0) -> Encoded:
     if not isinstance(messages, list):
         raise DataError(f"expected a list of messages, got {messages!r:.80}")
-    documents = row.get("documents") or None
-    if documents is not None and not isinstance(documents, list):
-        raise DataError(f"`documents` must be a list of objects, got {documents!r:.80}")
     chat = Chat(
         messages,
         first_trained=first_trained,
         tools=check_tools(row.get("tools")),
-        documents=documents,
         options=options_of(row.get("chat_template_kwargs")),
     )
     return encode_chat(chat, tokenizer, train_on=train_on)

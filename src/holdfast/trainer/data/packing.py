@@ -125,7 +125,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
     # Pinned: from other memory the copy would begin when the GPU has nothing left to do, and this thread wait for it.
-    return tensor.pin_memory().to(device, non_blocking=True)  # untested: needs a GPU
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

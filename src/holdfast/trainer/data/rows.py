@@ -84,7 +84,7 @@ class Sample:
 
     @cached_property
     def stems(self) -> tuple[int, ...]:
-        """For each of its sequences, how many first tokens it has in common with the one before; never all of them."""
+        """For each sequence, the number of first tokens that equal those of the sequence before; never all tokens."""
         found = [0]
         for before, tokens in pairwise(np.split(self.token_ids, self.starts[1:])):
             most = min(len(before), len(tokens) - 1)
@@ -114,7 +114,7 @@ class BadRows(msgspec.Struct, frozen=True):
         return BadRows(self.count + other.count, (*self.first, *other.first)[:_MOST_NAMED])
 
     def settle(self, config: SftDataConfig, rows: int) -> None:
-        """Warn of what is left out, if there is any.
+        """Warn of rows that are left out.
 
         Raises:
             DataError: it is not to be left out, or nothing else is there.
@@ -207,7 +207,7 @@ class ListRows:
 
 
 class TableRows:
-    """A table, in which null stands for what a row does not have."""
+    """A table. Null means that a row lacks the column."""
 
     def __init__(self, table: datasets.Dataset) -> None:
         self._table = table

@@ -113,7 +113,7 @@ def open_dataset(config: SftDataConfig, formats: tuple[Format, ...], *, is_repor
 
 
 def _make(config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ...]) -> _Work:
-    """Put the samples into the cache unless they are there; return by which name, or None. Yields now and then."""
+    """Put missing samples into the cache; return their name in the cache, or None. Yields now and then."""
     yield
     try:
         directory = cache_directory(config)
@@ -175,7 +175,7 @@ def _cached(config: SftDataConfig, make: Callable[[], _Work], mesh: Mesh | None)
 
 
 def _run_together(work: _Work | None, mesh: Mesh | None) -> list[str | None]:
-    """Run the work that some ranks have while the others wait; return what came out of it on those. Collective.
+    """Run `work` on the ranks that have it while the others wait; return every rank's result. Collective.
 
     Raises:
         HoldfastError: that of a rank, on every rank.
@@ -295,7 +295,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     whatever tokenizer.json says of normalizing and splitting text, or takes special tokens from that class.
 
     Raises:
-        ConfigError: it has others, so the prompts of `rl` would not be those of `sft`.
+        ConfigError: the special tokens differ, so `rl` and `sft` would see different prompts.
     """
     theirs, ours = chat_tokenizer(tokenizer), load_orchestrator_tokenizer(name)
     added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]  # typed as anything

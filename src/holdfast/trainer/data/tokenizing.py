@@ -254,7 +254,7 @@ def open_writer(path: Path) -> pa.ipc.RecordBatchFileWriter:
 
 
 class _Samples(Sequence[Sample], ABC):
-    """A sequence of samples that are made when they are asked for."""
+    """A sequence of samples, each made on access."""
 
     @abstractmethod
     def _at(self, place: int) -> Sample:
@@ -416,7 +416,7 @@ def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, format
     """Return the name of the directory for this data, tokenizer, code and these settings.
 
     Raises:
-        DataError: the dataset is one of a hub, and cannot be had.
+        DataError: the dataset of a hub cannot be downloaded.
     """
     depends = {
         "content": _content_of_data(config),

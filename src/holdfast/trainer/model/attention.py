@@ -243,6 +243,8 @@ def packed_attention(
     return _attend_padded(attend, query, key, value, packed_index), None
 
 
+# Each number of batches would be a graph of its own, and after some of them nothing is compiled any more.
+@torch.compiler.disable()
 def _attend_padded(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, index: PackedIndex
 ) -> Tensor:

@@ -177,7 +177,7 @@ def _fill(
     given = {tensors[name]: whole for name, whole in drawn.items()}
     if is_adapted(hf_model):
         in_memory = hf_model.state_dict(keep_vars=True)
-        # Every rank draws all of them: they are small, and so are the same for any number of ranks.
+        # Every rank draws all adapters, which are small: their values do not depend on the number of ranks.
         given |= {in_memory[name]: whole for name, whole in initial_tensors(hf_model, {}, seed=seed).items()}
     for tensor, whole in given.items():
         local, region = local_part(tensor.detach())

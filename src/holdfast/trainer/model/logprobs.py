@@ -157,7 +157,7 @@ class Reading:
     entropy_gradient: bool = False  # entropy with a gradient, which keeps as much memory as the logits
 
     def of(self, tokens: slice | Tensor) -> Reading:
-        """Return the same for some of the targets."""
+        """Return the reading of a part of the targets."""
         if isinstance(self.sampling, Sampling):
             return self
         return replace(self, sampling=self.sampling.of(tokens))

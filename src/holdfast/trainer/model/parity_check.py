@@ -188,8 +188,8 @@ def _refuse(model: Policy | ScalarModel, found: dict[str, float], bounds: _Bound
     if not found["shared"] <= bounds.alone:
         raise DataError(
             f"{where}: answers that share the tokens of their prompt are {found['shared']:.2g} {unit} away from "
-            f"answers with a prompt each; rounding explains {bounds.alone:g}. Set trainer.share_prompts = false, "
-            "and report it with the model's config.json."
+            f"answers with a prompt each; rounding explains {bounds.alone:g}. Set trainer.share_prompts = false "
+            "in `rl`, or switch data.pack off in `dpo`, and report it with the model's config.json."
         )
     if not found["alone"] <= bounds.alone:
         raise DataError(

@@ -181,7 +181,7 @@ def sequence_sums(values_N: Tensor, lengths: list[int]) -> Tensor:
     """Return the sums of consecutive stretches in float64: in a fixed order, so the same every time.
 
     Args:
-        lengths: of the stretches; together N. None of them gives an empty result that has a gradient.
+        lengths: of the stretches; together N. Without stretches the result is empty and has a gradient.
     """
     if not lengths:
         return values_N.double()

@@ -4,7 +4,7 @@ The reference is the model with the weights that the run starts with, or another
 for each pair are computed once, before the first step, for the pairs that training reaches. Every checkpoint holds
 them, since a resumed run no longer has the weights that it began with: it takes the same bits, also on another machine
 or in a fork. If it trains further than before, or if the numbers are damaged, it loads the first weights once more.
-Their digest lies beside the numbers and in a file of its own, so that no other weights take their place.
+The digest of these weights is saved twice, beside the numbers and in its own file: other weights are refused.
 
 Micro-batches of all pairs are planned in their order, and those without a pair that training reaches are left out. So
 the bits of the numbers depend on the data alone, and not on how far a run goes. A killed run keeps what is computed.
@@ -80,7 +80,7 @@ class Reference:
 
 @dataclass
 class ReferenceTable:
-    """What is known of the reference, as it lies in a file.
+    """The known numbers of the reference, as they are saved.
 
     Attributes:
         logprobs_P2: as in `Reference`; NaN: not known yet.
@@ -173,7 +173,7 @@ class ReferenceWork(Generic[P]):
             self.table = ReferenceTable(unknown_P2, fingerprint, other=other, weights_only=weights_only)
 
     def _resumed(self, fingerprint: str) -> ReferenceTable:
-        """Return the table of the checkpoint; if it is not whole, that of the run if it is the same, else an empty one.
+        """Return the checkpoint's table. If it is damaged: the run's table if both are equal, else an empty table.
 
         Raises:
             CheckpointError: it is about other pairs, or not whole and from who knows which weights.
@@ -272,7 +272,8 @@ class ReferenceWork(Generic[P]):
     def _check(self, model: Policy, name: str, own: TrainedModelConfig) -> None:
         if not was_checked(self.config):
             pack = self.config.data.pack
-            check_model(model, self.mesh, name=name, pack=pack, share=pack, dtype=own.compute_dtype)
+            share = pack and self.config.loss.type != "kto"
+            check_model(model, self.mesh, name=name, pack=pack, share=share, dtype=own.compute_dtype)
 
     def _missing(self) -> set[int]:
         """Return the numbers of the pairs that training will reach, or that are held out, and are not known yet."""
@@ -280,7 +281,7 @@ class ReferenceWork(Generic[P]):
         if self._step:
             position = int(json.loads(self._saved.with_name("progress.json").read_bytes())["samples"])
         order = SampleOrder(len(self.training), seed=config.seed, shuffle=config.data.shuffle)
-        # A table that is made anew is again the one that was, so what was trained already is in it, too.
+        # A new table must equal the damaged table, so it holds the pairs that were trained already, too.
         reached = set(order.batch(0, min(position, len(self.training)))) if self._is_damaged else set()
         for _ in range(self._step, config.max_steps):
             if len(reached) == len(self.training):
@@ -294,7 +295,7 @@ class ReferenceWork(Generic[P]):
         """Fill in what is missing under the weights of `model` as they are now, without dropout.
 
         Raises:
-            CheckpointError: they are not those that what is known was computed with.
+            CheckpointError: the known numbers were computed with other weights.
             Stopped: a signal came; what is computed is kept.
         """
         table, mesh, config = self.table, self.mesh, self.config.data

@@ -46,7 +46,7 @@ def run(config: DpoConfig) -> None:
             tokenizer,
             build_policy,
             pack=config.data.pack,
-            share=config.data.pack,
+            share=config.data.pack and config.loss.type != "kto",  # whose answers do not share
             data_fingerprint=fingerprint_preferences(training),
         ) as session:
             none = Reference(np.zeros((len(preferences), 2)), {})

@@ -67,7 +67,7 @@ def rloo(rewards_G: Sequence[float]) -> list[float]:
     That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0.
     """
     size = len(rewards_G)
-    # At least 1: a group of one has no others
+    # At least 1: in a group of one answer there is nothing to compare with
     return [centred * size / max(1, size - 1) for centred in dr_grpo(rewards_G)]
 
 
@@ -75,7 +75,7 @@ def max_rl(rewards_G: Sequence[float]) -> list[float]:
     """Return `(r_i - mean(r)) / mean(r)` (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
 
     The rarer a reward is in its group, the more it counts.
-    For rewards of at least 0, such as 1 for success. Equal rewards, all 0 too, give exactly 0.
+    Rewards are at least 0, such as 1 for success. Equal rewards, all 0 too, give exactly 0.
 
     Raises:
         TrainingError: a reward is negative.
@@ -253,7 +253,8 @@ def online_dpo(groups: Groups, *, beta: float | None) -> list[list[float]]:
     the worst rollout of a problem are a pair for the loss of Rafailov et al. 2023, eq. 7, `-log sigmoid(h)`, `h =
     beta (d_w - d_l)`, d = log policy - log reference of the whole answer. Its gradient is `-beta sigmoid(-h)` times
     that of `l_w - l_l`, so REINFORCE with `beta sigmoid(-h)` as the advantage of the best, minus that as the worst's,
-    and 0 for all others takes the same step. It does so for the one update of a step: h is that of the weights before.
+    and 0 for all others takes the same step. This holds if a step has one update: h is computed with the weights
+    before the step.
     With equal rewards there is no pair, and all advantages are 0.
 
     The advantages are as many times larger as there are rollouts for each problem: then the mean over rollouts of the

@@ -83,7 +83,7 @@ class Critic:
             self._sums.add({f"of_values/{name}": value for name, value in of_values.items()})
         norm = clip_gradients(self.model, self._config.optim.max_grad_norm)
         summed = self._mesh.sum(losses.read())
-        # Numbers of all ranks, so that all come to the same verdict.
+        # Sums over all ranks, so all ranks raise or none.
         if not (math.isfinite(summed["value_loss"]) and math.isfinite(norm)):
             raise TrainingError(
                 f"the critic's loss is {summed['value_loss']}, its gradient norm is {norm}. Nothing of this step was "
@@ -201,7 +201,7 @@ class SyncedReference(State):
 
     @torch.no_grad()
     def after_step(self, step: int, policy: Mapping[str, Tensor]) -> None:
-        """Take over the weights of the policy, if it is time. They are sharded as at the start."""
+        """Every `interval` steps: copy the policy's weights, which are sharded as at the start."""
         if step % self._interval:
             return
         for name, tensor in self._tensors.items():

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import UpdatesConfig
+from holdfast.config.rl_trainer import ATTENDED_TOKENS
 from holdfast.errors import DataError
 from holdfast.protocol.rollouts import Rollout, Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, build_micro_batch, plan_rows
@@ -48,10 +49,6 @@ RETURN = "return"
 """What the critic learns: the return by GAE. Set with a critic."""
 ADVANTAGE = "advantage"
 """The advantage. Always set before the updates."""
-
-
-_ATTENDED = 4
-"""Most tokens that attention holds of a row, a shared prompt once for each answer, per token of the row's budget."""
 
 
 def assign_targets(sample: Sample, key: str, values_T: Sequence[float] | np.ndarray) -> None:
@@ -240,7 +237,7 @@ def _parts(samples: Sequence[Sample], group: list[int], most: int, row_tokens: i
 def _room(samples: Sequence[Sample], part: list[int]) -> int:
     """Return what a part takes of a row's budget: its tokens, or what attention holds of them, if that is more."""
     attended = sum(len(samples[index].token_ids) for index in part)
-    return max(_shared_tokens(samples, part), -(-attended // _ATTENDED))
+    return max(_shared_tokens(samples, part), -(-attended // ATTENDED_TOKENS))
 
 
 def _shared_tokens(samples: Sequence[Sample], part: list[int]) -> int:

@@ -23,7 +23,7 @@ from holdfast.trainer.rl.rewards import RunningMoments
 
 
 class RlComponents:
-    """The components of one run; None if the configuration has no use for one. Collective to make.
+    """The components of one run; A component that the configuration does not need is None. Collective to make.
 
     Raises:
         ConfigError: a setting is missing.
@@ -79,7 +79,7 @@ class RlComponents:
             policy: with the weights that a new run begins with.
 
         Raises:
-            DataError: the reference cannot do for the policy what it is to.
+            DataError: the reference does not fit the policy.
         """
         tensors, kl = trained_tensors(policy.hf_model), self._config.kl
         if self._config.ema is not None:
@@ -100,7 +100,7 @@ class RlComponents:
         return self._config.share_prompts and all(model.layout.shares for model in models if model is not None)
 
     def after_step(self, step: int, policy: Policy) -> None:
-        """Take the weights that `step` has made into what follows them."""
+        """Update the moving average and the reference with the weights of `step`."""
         tensors = trained_tensors(policy.hf_model)
         if self.ema is not None:
             self.ema.update(tensors)

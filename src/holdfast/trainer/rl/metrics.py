@@ -71,7 +71,7 @@ class PolicyStatistics:
             terms["ref_kld"] = k3(data.reference_logprobs_N.double() - new_N).sum()
         for age in self._ages:
             chosen_N = age_N == age
-            # Not the chosen ones alone: how many there are is known to the device only.
+            # No selection by mask: the CPU would have to wait for the number of chosen tokens.
             terms[f"mismatch_kl/age_{age}"] = torch.where(chosen_N, mismatch_N, 0.0).sum()
             terms[f"tokens/age_{age}"] = chosen_N.sum()
         self._sums.add(terms)

@@ -174,7 +174,7 @@ def _other_model(step: int, mismatch_kl: float, limit: float, config: TrainerCon
 def measure_canary(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, *, config: TrainerConfig
 ) -> bytes | None:
-    """Return the canary of the current weights as JSON; None if the tokenizer makes one token of it. Collective.
+    """Return the canary of the current weights as JSON; None if its text is one token. Collective.
 
     Differences d of log-probabilities make a KL divergence of d^2 / 2 (Schulman, "Approximating KL divergence"), so
     what `mismatch_limit` allows is allowed here.

@@ -155,7 +155,7 @@ class PretrainingMix:
 
 
 class Learner:
-    """Trains the policy, and what is trained beside it, on one batch after another."""
+    """Trains the policy and the critic on one batch after another."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class Learner:
         if coefficient is None or not measured or not sampled:
             return {}
         sums = kl_of_sequences(sampled)
-        # Every rank has all samples, so all come to the same coefficient without a collective.
+        # Every rank has all samples, so all ranks compute the same coefficient without a collective.
         mean = math.fsum(sums) / len(sums)
         if self._trains_policy(step):
             coefficient.update(mean, len(sums))

@@ -294,17 +294,12 @@ def test_unfit_weights_are_refused(other: RunDir, sft: Sft, tmp_path: Path, plai
     assert code == 2 and ".metadata is damaged" in err
     assert sft("--ckpt.weights-only", other.checkpoint(5), "--ckpt.verify", "size", *model)[0] == 0
 
-    code, _, err = sft("--ckpt.weights-only", plain_model(hidden_size=64), *model)
-    assert code == 2 and "of another model" in err and "hidden_size is 64 there, 32 here" in err
     file = tmp_path / "cut.safetensors"
     file.write_bytes((plain_model() / "model.safetensors").read_bytes()[:-1])
     code, _, err = sft("--ckpt.weights-only", file, *model)
     assert code == 2 and f"{file} (ckpt.weights_only) was cut: it has " in err
     weights = add_weights(other, 10)
     assert sft("--ckpt.weights-only", weights, *model)[0] == 0
-    (weights / "config.json").write_text("[]")
-    code, _, err = sft("--ckpt.weights-only", weights, *model)
-    assert code == 2 and "config.json is damaged" in err
     assert not RunDir(tmp_path / "new").holds_run()
 
 

@@ -157,7 +157,7 @@ def test_the_size_of_the_vocabulary_comes_from_the_model(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match="has no vocab_size"):
         load_vocab_size(str(tmp_path))
-    with pytest.raises(ConfigError, match="is no directory and no model on the hub"):
+    with pytest.raises(ConfigError, match="is neither a directory nor a model on the hub"):
         load_vocab_size(str(tmp_path / "nothing" / "there"))
 
 
@@ -295,10 +295,10 @@ def test_what_a_server_says_is_one_harmless_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("127.0.0.1:8000", "must begin with http"),
-        ("http://", "must name a server"),
-        ("http://[::1", "must be URLs such as"),
-        ("http://host/ x", "must be URLs such as"),
+        ("127.0.0.1:8000", "must be the URL of a server"),
+        ("http://", "must be the URL of a server"),
+        ("http://[::1", "must be the URL of a server"),
+        ("http://host/ x", "must be the URL of a server"),
         ("http://host/?a=b", "without '[?]'"),
         ("http://user:S3CRET@host", "must not hold a user name or password"),
     ],

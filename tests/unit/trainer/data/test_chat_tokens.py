@@ -145,19 +145,9 @@ def test_thoughts_that_the_template_drops_even_at_the_end_are_refused() -> None:
         trained("byte-level", "deepseek r1", Chat(THOUGHT))
 
 
-def test_a_marking_template_trains_what_it_marks() -> None:
+def test_the_marks_of_a_template_have_no_effect() -> None:
     messages = [*chat("a", "It is 12."), *chat("b", "The fox.")]
     assert trained("byte-level", "marked", Chat(messages)) == ["It is 12.<|im_end|>\n", "The fox.<|im_end|>\n"]
-    for kind in KINDS:
-        theirs, ours = tokenizers_of(kind, "marked", False)
-        encoded = encode_chat(Chat(messages), ours, train_on="template")
-        whole = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True)
-        assert encoded.ids == whole["input_ids"]
-        assert [int(is_trained) for is_trained in encoded.mask] == whole["assistant_masks"]
-        later = encode_chat(Chat(messages, first_trained=2), ours, train_on="template")
-        assert len(spans_of(later.mask)) == 1 and later.mask[-2:] == encoded.mask[-2:]
-    with pytest.raises(ConfigError, match="marks no turns"):
-        trained("byte-level", "chatml", Chat(messages), "template")
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -195,8 +185,6 @@ def test_what_a_template_would_silently_leave_out_is_refused_or_told() -> None:
         row[1]["content"] = None
         _, ours = tokenizers_of("byte-level", "writes None", False)
         encode_chat(Chat(row), ours)
-    with pytest.raises(DataError, match="`documents`"):
-        trained("byte-level", "chatml", Chat(THOUGHT, documents=[{"title": "t", "text": "fox"}]))
     with pytest.raises(DataError, match="does not read. Did you mean 'enable_thinking'"):
         trained("byte-level", "qwen 3", Chat(THOUGHT, options={"enable_thinkng": False}))
     with pytest.raises(DataError, match="must not hold `tools`: it has a column of its own"):
@@ -204,17 +192,6 @@ def test_what_a_template_would_silently_leave_out_is_refused_or_told() -> None:
     _, ours = tokenizers_of("byte-level", "chatml", False)
     remarks = encode_chat(Chat(chat("a", "b", weight=0)), ours).remarks
     assert remarks == ("messages have `weight`, which the chat template does not read",)
-
-
-def test_documents_are_taken_where_the_template_writes_them_whole() -> None:
-    theirs, ours = tokenizers_of("byte-level", "documents", False)
-    documents = [{"title": "The fox", "text": "It is quick."}]
-    encoded = encode_chat(Chat(chat("a", "It is 12."), documents=documents), ours)
-    assert encoded.ids == theirs.apply_chat_template(chat("a", "It is 12."), documents=documents, return_dict=False)
-    assert "The fox: It is quick." in ours.decode(encoded.ids)
-    for left_out in ({"title": "The fox", "text": "t", "body": "It is 13."}, {"body": 3}, "fox"):
-        with pytest.raises(DataError, match="`documents`, which the chat template .* does not write whole"):
-            encode_chat(Chat(chat("a", "It"), documents=[left_out]), ours)
 
 
 def test_calls_are_given_to_a_template_in_the_form_that_it_reads() -> None:
@@ -226,21 +203,6 @@ def test_calls_are_given_to_a_template_in_the_form_that_it_reads() -> None:
         encoded = encode_chat(Chat(chat("a", "", tool_calls=[asked])), ours)
         said = ours.decode([token for token, is_trained in zip(encoded.ids, encoded.mask, strict=True) if is_trained])
         assert said == f"<call>weather {as_text}</call>\n", asked
-
-
-def test_marks_that_are_not_to_be_told_apart_or_not_there_are_refused() -> None:
-    rows = [*chat("a", "b"), *chat("c", "d")]
-    changes = "{% if message.role == 'user' and loop.last %}!{% endif %}"
-    for template, reason in (
-        (TEMPLATES["marked"].replace("{% for message in messages %}", "{% for message in messages %}" + changes),
-         "renders the prompt in another way before the answer than alone"),
-        (TEMPLATES["marked"].replace("== 'assistant'", "== 'model'"), "marks nothing in this chat with {% generation"),
-        (TEMPLATES["marked"] + "{{ raise_exception('No.') }}",
-         r"refuses a chat of \[user, assistant, user, assistant\]: No"),
-    ):  # fmt: skip
-        ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
-        with pytest.raises(DataError, match=reason):
-            encode_chat(Chat(rows, first_trained=3), ours, train_on="template")
 
 
 def test_a_turn_that_is_opened_in_another_way_once_others_follow_is_refused() -> None:

@@ -322,7 +322,6 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> 
             "message 1: the value of a function_call is not",
         ),
         ({"instruction": "x", "output": "y", "history": [["x"]]}, "`history` must be a list of [instruction, output]"),
-        ({"messages": [USER, HELLO], "documents": {"text": "x"}}, "`documents` must be a list of objects, got {'te"),
         ({"messages": [USER, HELLO], "chat_template_kwargs": "x"}, "`chat_template_kwargs` must be an object, got 'x'"),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, "message 2: `content` must be text or a list of"),
         ({"messages": [USER, {**HELLO, "tool_calls": {"name": "f"}}]}, "message 2: `tool_calls` must be a list, got {"),

@@ -214,9 +214,35 @@ def test_choosing_breaks_no_compiled_graph(
     def run(query: Tensor) -> Tensor:
         return packed_attention(nn.Identity(), query, query, query, None, packed_index=index)[0]
 
-    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    # Padded batches are computed between graphs.
+    compiled = torch.compile(run, backend="eager", fullgraph=dtypes == {torch.float32})
     torch.testing.assert_close(compiled(query), run(query))
     assert len(said) == (dtypes == {torch.bfloat16})
+
+
+@without_marks
+def test_rows_of_other_numbers_of_padded_batches_need_no_other_compiled_graph() -> None:
+    """After some graphs of one function torch compiles it no more, for the rest of the run."""
+    torch.compiler.reset()
+    graphs = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def run(query: Tensor, index: PackedIndex) -> Tensor:
+        return packed_attention(nn.Identity(), 2 * query, query, query, None, packed_index=index)[0] + 1
+
+    compiled, prompt, answer = torch.compile(run, backend=backend), 70, 4
+    for groups in range(1, 13):
+        starts = (prompt + 2 * answer) * np.arange(groups)
+        own = np.arange(prompt + 2 * answer)
+        parts = (own[: prompt + answer], np.concatenate([own[:prompt], own[prompt + answer :]]))
+        index = PackedIndex.from_sequences([start + part for start in starts for part in parts], device=CPU)
+        assert len(index.gather_SL) == 1 + groups
+        query = torch.randn(1, 2, groups * len(own), 8)
+        torch.testing.assert_close(compiled(query, index), run(query, index))
+    assert 0 < len(graphs) <= 4
 
 
 @pytest.fixture
@@ -257,7 +283,7 @@ def test_graphs_are_whole_in_code_without_marks() -> None:
     plain = {name: value for name, value in os.environ.items() if name != MARKS}
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-k", "compiled", __file__]
     done = subprocess.run(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout
 
 
 def test_older_gpus_have_no_kernel(capability: list[int], said: list[str]) -> None:

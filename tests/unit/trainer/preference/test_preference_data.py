@@ -256,6 +256,20 @@ def test_the_sides_of_a_pair_share_their_prompt_and_so_more_pairs_a_row(policy: 
     assert len(shared) < len(apart)
 
 
+def test_the_prompt_of_a_pair_attends_to_itself_once_and_costs_as_much() -> None:
+    """Counted twice, the long prompt would take a rank for itself, and the other two pairs the other one."""
+
+    def pair(number: int, *, prompt: int, answer: int) -> Pair:
+        mask = np.arange(prompt + answer) >= prompt
+        return Pair(*(Sample(np.arange(len(mask), dtype=np.int32), mask) for _ in range(2)), number=number)
+
+    pairs = [pair(0, prompt=100, answer=5), *(pair(number, prompt=5, answer=75) for number in (1, 2))]
+    layout = replace(PACKED, shares=True, pair_cost=1.0)
+    config = PreferenceDataConfig(seq_len=512, micro_batch_size=1)
+    plans = plan_preferences(pairs, layout, config, world_size=2, share=True)
+    assert sorted(sorted(row) for plan in plans for row in plan) == [[0, 1], [2]]
+
+
 @pytest.fixture(scope="module")
 def policy(tiny_model: Callable[..., Path], mesh: Mesh) -> Policy:
     return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), mesh, seed=0)

@@ -191,7 +191,7 @@ def test_a_run_that_goes_further_asks_the_weights_that_it_began_with(
     half = train("dpo", tmp_path / "run", settings, until=2)
     other = other_model(settings, tiny_model(seed=6))
     shutil.copytree(half.path, tmp_path / "other")
-    with pytest.raises(HoldfastError, match="reaches pairs that it has not seen"):
+    with pytest.raises(HoldfastError, match="which is needed once more"):
         train("dpo", tmp_path / "other", other, until=4, resume=2)
     begun, compute = [], reference._block_logprobs
 

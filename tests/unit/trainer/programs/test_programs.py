@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from holdfast.errors import CheckpointError, TrainingError
+from holdfast.errors import CheckpointError, DataError, TrainingError
 from holdfast.run import manifest
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import REFERENCE_NAME, RunDir
+from holdfast.trainer.model import attention
 from tests.conftest import ROOT
 from tests.faults.run_states import differing
 from tests.runs.rl import EVERYTHING
@@ -46,6 +48,20 @@ def test_numbers_that_break_stop_the_run_and_nothing_of_the_step_is_kept(program
     run_dir = RunDir(tmp_path / "run")
     assert run_dir.committed_steps() == [1] and column(run_dir, "step") == [1]
     assert run_dir.published_weights() == []
+
+
+@pytest.mark.parametrize(("name", "shares"), [("rl", True), ("dpo", True), ("dpo, kto", False)])
+def test_a_prompt_that_answers_would_see_in_part_ends_the_start(
+    name: str, shares: bool, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they share it, which answers of `kto` do not."""
+    plain = attention._seen
+    without_first = lambda *sizes: plain(*sizes) & (torch.arange(sizes[1]) > 0)  # noqa: E731
+    monkeypatch.setattr(attention, "_seen", without_first)
+    refused = pytest.raises(DataError, match="answers that share the tokens of their prompt are")
+    with refused if shares else nullcontext():
+        train(name.split(",")[0], tmp_path / "run", programs.settings(name), until=1)
+    assert column(RunDir(tmp_path / "run"), "step") == ([] if shares else [1])
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward-model", "rl"])

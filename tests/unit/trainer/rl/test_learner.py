@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from holdfast.config import TrainerConfig
@@ -26,6 +27,7 @@ from holdfast.protocol.rollouts import (
 )
 from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model import attention
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.packing_check import Layout
@@ -79,6 +81,19 @@ def make_batch(step: int, *, truncated: tuple[int, ...] = (), sampling: Sampling
         )  # fmt: skip
         rollouts.append(rollout)
     return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=rollouts)
+
+
+def with_prompts(batch: Batch, lengths: Sequence[int]) -> Batch:
+    """Return the batch with one prompt for each group, of so many tokens, and a tool that speaks within answers."""
+    for number, rollout in enumerate(batch.rollouts):
+        group, was = number // GROUP_SIZE, 2 + number // GROUP_SIZE
+        length = lengths[group]
+        prompt = np.random.default_rng(group).integers(5, 100, length).tolist()
+        rollout.token_ids = TokenIds([*prompt, *rollout.token_ids[was:]])
+        rollout.loss_mask = LossMask([0] * length + [int(k % 4 != 2) for k in range(len(rollout.loss_mask) - was)])
+        rollout.logprobs = Logprobs([0.0] * length + list(rollout.logprobs[was:]))
+        rollout.versions = [VersionSpan(version=batch.step - 1, start=length, end=len(rollout.token_ids))]
+    return batch
 
 
 def check_advantages(seen: list[PolicyLossInput], rewards: Sequence[float]) -> None:
@@ -313,6 +328,50 @@ def test_a_named_reference_and_critic_have_weights_of_their_own(start: Start, ti
     for part in (run.parts.reference, run.parts.critic.model):
         torch.testing.assert_close(trained_tensors(part.hf_model)[weight], expected.detach())
     assert start(model=model, kl={}).learn(1)["ref_kld"] == 0, "unset, it is what the policy begins with"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}},
+        {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": REWARD_KL},
+        {"rewards": {"truncated": "mask"}, "loss": {"type": "cispo"}, "row_tokens": 100},
+    ],
+    ids=["minibatches", "critic", "small rows"],
+)
+def test_a_step_learns_the_same_whether_answers_share_their_prompt_or_not(start: Start, settings: Any) -> None:
+    """Prompts are longer and shorter than those that attend again with each answer."""
+    lines, computed = list[list[dict[str, float]]](), list[int]()
+    for share in (True, False):
+        run = start(share_prompts=share, **settings)
+        computed.append(0)
+
+        def count(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            computed[-1] += given[0].numel()
+
+        run.session.policy.hf_model.get_input_embeddings().register_forward_pre_hook(count)
+        batches = (make_batch(step, truncated=(1, 2)) for step in (1, 2))
+        lines.append([run.learn_from(with_prompts(batch, (65, 64, 7))) for batch in batches])
+    assert computed[0] < 0.75 * computed[1]
+    for shared, apart in zip(*lines, strict=True):
+        assert shared == pytest.approx(apart, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"kl": {}}, {"advantage": "gae", "critic": {}}], ids=["reference", "critic"])
+def test_prompts_are_shared_if_the_models_beside_the_policy_can_and_they_are_checked(
+    start: Start, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain = start(**settings), attention._seen
+    without_first = lambda *sizes: plain(*sizes) & (torch.arange(sizes[1]) > 0)  # noqa: E731
+    monkeypatch.setattr(attention, "_seen", without_first)
+    with pytest.raises(DataError, match="answers that share the tokens of their prompt are"):
+        run.parts.check_models()
+    start(**settings, share_prompts=False).parts.check_models()
+    assert run.parts.shares_prompts(run.session.policy)
+    beside = run.parts.reference or (run.parts.critic and run.parts.critic.model)
+    assert beside is not None
+    beside.layout = replace(beside.layout, shares=False)
+    assert not run.parts.shares_prompts(run.session.policy)
 
 
 FULL = {"divergence": "full", "coef": 0.5}

@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from holdfast.config.algorithm import UpdatesConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError
+from holdfast.launcher.preflight import _shared_prompts
 from holdfast.protocol.rollouts import Rollout, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
@@ -162,6 +166,19 @@ def test_rows_of_shared_prompts_keep_to_their_budget_and_take_no_longer(num_rank
         lengths, arrangement="packed", budget=row_tokens, rows_per_micro_batch=1, world_size=num_ranks
     )  # fmt: skip
     assert sum(rounds) <= sum(max(sum(lengths[i] for i in row) for row in rows) for rows in zip(*apart, strict=True))
+
+
+@pytest.mark.parametrize(("row_tokens", "tokens"), [(4096, 36_000), (8192, 12_000), (16_384, 8_000)])
+def test_a_prompt_that_almost_fills_a_row_is_computed_again_for_each_answer(row_tokens: int, tokens: int) -> None:
+    samples = make_groups((8,), prompt=4000, answer=500)
+    (plan,) = plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=1)
+    rows = [build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu")) for row in plan]
+    assert sum(row.input_ids_BL.numel() for row in rows) == tokens
+    config = TrainerConfig(output_dir=Path("run"), row_tokens=row_tokens)
+    values = {"environments": [{"id": "addition"}], "seq_len": 4500, "sampling": {"max_tokens": 500}}
+    orchestrator = OrchestratorConfig.model_validate(values)
+    times = (tokens - 8 * 500) // 4000
+    assert f"computed {times} times" in _shared_prompts(config, orchestrator).replace("once for", "1 times for")
 
 
 def test_a_shared_prompt_attends_to_itself_once_and_costs_as_much() -> None:
