@@ -321,7 +321,7 @@ def check_servable(config: EvaluateConfig) -> None:
     if not config.environments:
         raise ConfigError(
             f"environments is needed: run = {config.run} is not a run of rl. Give [[environments]] with "
-            'an `id` in a file, or --environments \'[{"id": "NAME"}]\'; `environments ls` lists them.'
+            'an `id` in a file, or --environments \'[{"id": "NAME"}]\'; docs/environments.md lists them.'
         )
     require_vllm()
     if config.model is not None:

@@ -18,7 +18,7 @@ from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
 
 _MODEL = "a directory with config.json, safetensors and tokenizer, or the name of a model on a hub"
-_SECTION = '[[{key}]] with an `id` in a file, or --{flag} \'[{{"id": "NAME"}}]\'; `environments ls` lists them'
+_SECTION = '[[{key}]] with an `id` in a file, or --{flag} \'[{{"id": "NAME"}}]\'; docs/environments.md lists them'
 
 
 def check_given(command: str, config: Command) -> None:
