@@ -349,9 +349,9 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"run": "a"}, "was given both of model.name and run"),
-        ({"step": 3}, "step = 3 is a step of a run"),
-        ({"model": None, "run": "a", "step": -1}, "steps are counted from 0"),
+        ({"run": "a"}, "evaluate takes one policy: set model.name, or run"),
+        ({"step": 3}, "step = 3 must be a step of a run"),
+        ({"model": None, "run": "a", "step": -1}, "step = -1 must be a step of a run, counted from 0"),
         ({"sampling": {"temperature": 0}, "samples_per_task": 2}, "are 2 times the same answer"),
         ({"sampling": {"temperature": 0.001}}, "0, or 0.01"),
         ({"environments": [{"id": "a"}, {"id": "a"}]}, "environments need distinct names"),
