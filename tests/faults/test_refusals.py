@@ -105,7 +105,7 @@ def test_a_step_that_may_not_be_read_is_not_passed_over(start: Start, output: Pa
     numbered = start(output, "--ckpt.resume-step", str(LAST), fault=UNPRIVILEGED).wait()
     check_refused(numbered, f"{shard} cannot be read: Permission denied", "choose another step")
     newest = start(output, fault=UNPRIVILEGED, until="prepared").wait()
-    check_refused(newest, "no older step is taken for step 6", "choose one by number: 4")
+    check_refused(newest, "no older step replaces step 6", "choose one by number: 4")
     assert shard.exists() and not (output / "discarded").exists()
     older = start(output, "--ckpt.resume-step", "4", fault=UNPRIVILEGED, until="prepared").wait()
     assert older.code == 0 and "from step 4 " in older.log, older.log

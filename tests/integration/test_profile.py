@@ -47,8 +47,7 @@ def test_two_profiled_ranks_keep_their_bits(tmp_path: Path, tiny_model: Callable
         for phase in ("forward_backward", "optimizer"):
             trace.check_phase(phase)
 
-    resumed = train("profiled", "--max-steps", "6", "--profile", "3:5", "--ckpt.resume-step", "latest")
-    assert "profile = 3:5: the run continues from step 4, and is profiled from there" in resumed.log
+    train("profiled", "--max-steps", "6", "--profile", "3:5", "--ckpt.resume-step", "latest")
     (path,) = profiled.profiles()
     assert path == profiled.logs(2) / "profile_steps_5_to_5"
     assert Trace.read(path, rank=1).steps() == [5]
