@@ -90,7 +90,7 @@ def test_the_page_of_the_python_api_has_every_public_name_with_its_text() -> Non
     assert sorted(name for names in api.GROUPS.values() for name in names) == sorted(holdfast.__all__)
     assert not [name for name in holdfast.__all__ if f"### {name}\n" not in page]
     assert not re.findall(r"```\n\n#+ .*", page), "a name without a docstring"
-    assert "#### Session.append_messages\n" in page and "- `reward`: any finite number" in page
+    assert "#### Session.append_messages\n" in page and "- `reward`: a finite number" in page
     hidden = [(getattr(holdfast, name), member) for name, members in api.INTERNAL.items() for member in members]
     assert not [member for owner, member in hidden if not hasattr(owner, member)]
 

@@ -177,7 +177,7 @@ def test_a_judge_that_is_told_no_answer_needs_none(tmp_path: Path) -> None:
         ({"prompt": "Good?"}, {}, ConfigError, r"judge.prompt has no \{completion\}"),
         ({"prompt": "{completion} {answer}"}, {}, DataError, r"has no column 'answer'.*with the argument `answer`"),
         ({"prompt": "{completion} {b}"}, {}, DataError, r"has no column 'b'.*with `judge.prompt`, which has \{b\}"),
-        ({"prompt": "{completion} {flag}"}, {}, DataError, r"'flag' is true, expected text or a number"),
+        ({"prompt": "{completion} {flag}"}, {}, DataError, r"'flag' is True, expected text or a number"),
         ({"prompt": "{completion}"}, {"scorer": "exact"}, ConfigError, r"belongs to scorer 'judge'; got .*'exact'"),
         ({"prompt": "{completion}"}, {"judge": None}, ConfigError, r"got scorer 'judge' and no judge"),
         ({"prompt": "{completion}"}, {"pattern": "x"}, ConfigError, r"`pattern` belongs to scorer 'regex'"),
