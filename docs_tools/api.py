@@ -33,7 +33,7 @@ GIVEN = {"Session", "Tokenizer", "Endpoint"}
 """Classes whose objects holdfast makes: their constructors are not shown."""
 
 INTERNAL = {
-    "Session": {"changed", "at_end", "leave", "end", "is_sampling"},
+    "Session": {"at_end", "leave", "end", "is_sampling"},
     "TaskSeed": {"fresh"},
     "HarnessEnvironment": {"run"},
     "Judge": {"request", "read"},
