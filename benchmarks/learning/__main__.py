@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.learning.draw import draw, panels_of
+from benchmarks.learning.draw import FIRST_SCREEN, draw, draw_first_screen, first_screen_of, panels_of
 from benchmarks.learning.results import read_runs, summary, table, write_runs
 from benchmarks.learning.runs import DPO, OVERLAYS, SUPERVISED, TRL, Settings, measure
 from benchmarks.learning.start import make_start
@@ -56,6 +56,8 @@ def main() -> None:
                           f"greedy {ends[0]:.3f} to {ends[1]:.3f}{a_step}", flush=True)  # fmt: skip
     runs = read_runs(arguments.output)
     draw(panels_of(runs), arguments.output / "curves.png")
+    if first := first_screen_of(runs):
+        draw_first_screen(first, FIRST_SCREEN, arguments.output / "smollm2.svg")
     print(f"\n{table(runs)}\n\n{summary(runs)}")
 
 
