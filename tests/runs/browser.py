@@ -69,6 +69,11 @@ class OpenPage:
     def go_to(self, url: str) -> None:
         self._call("Page.navigate", url=url)
 
+    def resize(self, width: int) -> None:
+        """Show pages in a window of so many pixels; a narrow one is a phone's."""
+        sizes = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        self._call("Emulation.setDeviceMetricsOverride", **sizes)
+
     def evaluate(self, expression: str) -> Any:
         """Return what an expression of JavaScript is in the page."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
