@@ -60,7 +60,7 @@ class SlurmConfig(Section):
     def _are_options(cls, extra: list[str]) -> list[str]:
         for option in extra:
             if not option.startswith("-"):
-                raise ValueError(f"must be options such as --qos=high, got '{option}'")
+                raise ValueError("must be options such as --qos=high")
         return extra
 
     @field_validator("partition", "account", "job_name", "extra", "setup")
