@@ -61,9 +61,14 @@ class Subcommands:
         return self._parser.parse_args(argv)
 
 
+def is_natural(text: str) -> bool:
+    """Whether `text` is a number from 0 on, of at most 18 digits."""
+    return text.isascii() and text.isdecimal() and len(text) < 19
+
+
 def natural(text: str) -> int:
     """Parse a number from 0 on."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+    if not is_natural(text):
         raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
     return int(text)
 

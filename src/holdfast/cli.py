@@ -140,15 +140,13 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     """Exit with the code that `run` returns, or that of its error."""
     put_users_last()
     open_closed_streams()
-    import io
     import signal
 
     from holdfast.errors import HoldfastError
-    from holdfast.process.child import make_output_lossy
+    from holdfast.process.child import OUTPUT, make_output_lossy, name_output
 
     make_output_lossy("stderr")  # an unreadable error keeps its exit code
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
+    name_output()
     try:
         try:
             code = run()
@@ -161,12 +159,11 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:  # `... | head`: whoever read has had enough
         code = 128 + signal.SIGPIPE
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        print(
-            f"error: {error.strerror or error}{where}. Check permissions and free space there, or choose another "
-            "directory with --output-dir.",
-            file=sys.stderr,
-        )
+        told = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Check permissions and "
+        told += "free space there, or choose another directory with --output-dir."
+        if error.filename == OUTPUT:
+            told = f"the output cannot be written: {error.strerror}. Free space there, or redirect it elsewhere."
+        print(f"error: {told}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT

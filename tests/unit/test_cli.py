@@ -259,8 +259,12 @@ def started(in_root: Path) -> Started:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("words", ["monitor {run} --json", "sft --help"])
-def test_what_was_to_be_printed_and_was_not_is_told(words: str, started: Started, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["monitor {run} --json", "sft --help", "ckpt --help"])
+def test_what_was_to_be_printed_and_was_not_is_told(
+    words: str, unbuffered: str, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     run = RunDir(tmp_path / "run")
     run.create()
     words = words.format(run=run.path)
@@ -268,7 +272,8 @@ def test_what_was_to_be_printed_and_was_not_is_told(words: str, started: Started
     assert started(words, CLOSED) == (0, ""), "nobody wants to read it"
     assert started(words, ">&- 2>&- <&-") == (0, "")
     code, said = started(words, FULL)
-    assert code == 2 and said.startswith("error: No space left on device. ")
+    assert code == 2 and said.startswith("error: the output cannot be written: No space left on device. ")
+    assert "--output-dir" not in said
     assert started(words, f"{FULL} 2>/dev/full") == (2, "")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.arguments import is_natural
 from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
 from holdfast.process.child import heavy_imports, report_error
 from holdfast.run import manifest
@@ -54,7 +55,7 @@ class CheckpointDirs:
     def step_directory(self, text: str) -> Path:
         """Return the directory of a step: a number, `latest` (-1 is the same), or a path. Raise CheckpointError, with
         the existing steps, if it is missing."""
-        if not (text.isdecimal() or text in ("latest", "-1")):
+        if not (is_natural(text) or text in ("latest", "-1")):
             path = Path(text)
             if kind_of(path) != Kind.CHECKPOINT:
                 raise CheckpointError(
@@ -62,7 +63,7 @@ class CheckpointDirs:
                 )
             return path
         entries = [entry for entry in self.entries() if entry.status != "torn"]
-        wanted = [entry for entry in entries if not text.isdecimal() or entry.step == int(text)]
+        wanted = [entry for entry in entries if not is_natural(text) or entry.step == int(text)]
         if not wanted:
             steps = ", ".join(str(entry.step) for entry in entries)
             raise CheckpointError(

@@ -31,9 +31,15 @@ def main(argv: list[str]) -> int:
     if arguments.command == "init":
         create(arguments.name, Path.cwd()).print(as_json=False)
         return 0
+    from pydantic import ValidationError
+
     from holdfast.config.environments import EnvironmentConfig
 
-    settings = EnvironmentConfig(id=arguments.id, args=arguments.args, history=arguments.history)
+    try:
+        settings = EnvironmentConfig(id=arguments.id, args=arguments.args, history=arguments.history)
+    except ValidationError as error:
+        reasons = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False))
+        raise ConfigError("; ".join(reasons).replace("Value error, ", "")) from None
     from holdfast.commands.environments_check import check
 
     report = check(

@@ -29,7 +29,7 @@ from holdfast.process.gpus import find_gpus, require_vllm
 from holdfast.process.imports import module_command
 from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
-from holdfast.run.inputs import check_model_path, check_weights_path
+from holdfast.run.inputs import check_max_len, check_model_path, check_weights_path
 from holdfast.run.manifest import MANIFEST_NAME, file_digest, is_committed, verify
 from holdfast.run.run_dir import JUDGEMENTS_NAME, SUMMARY_NAME, RunDir
 from holdfast.run.settings import read_settings
@@ -331,6 +331,8 @@ def check_servable(config: EvaluateConfig) -> None:
         check_server(config.inference, seq_len=config.seq_len)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if config.model is not None:
+        check_max_len(config.inference, config.model.name, key="inference.model")
     check_in_child("holdfast.orchestrator.check", config, "evaluation")
 
 

@@ -16,7 +16,7 @@ table of environments.
 
 import ipaddress
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -58,12 +58,37 @@ BY_DEVICE: dict[DeviceType, DeviceDefaults] = {
 
 
 def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
-    """Refuse true and false for numbers, which pydantic would take for 1 and 0."""
+    """Refuse true and false for numbers, which pydantic would take for 1 and 0, and text that no file can hold."""
     assert info.field_name is not None
     kinds = _kinds(cls.model_fields[info.field_name].annotation)
     if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
         raise ValueError("should be a number, not true or false")
+    if not any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds):  # a section checks its own
+        for text in _texts(value):
+            _check_text(text)
     return value
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise ValueError("must not hold the character NUL")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be text in UTF-8, without halves of surrogate pairs") from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all text in a value, however deep."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str() | Path() as text:
+                yield str(text)
+            case list() | tuple() as items:
+                waiting += items
+            case dict() as entries:
+                waiting += [*entries.keys(), *entries.values()]
 
 
 def _kinds(annotation: Any) -> set[Any]:

@@ -48,6 +48,21 @@ class SlurmConfig(Section):
             _seconds(value)
         return value
 
+    @field_validator("partition", "account", "job_name")
+    @classmethod
+    def _is_a_name(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("must not be empty")
+        return value
+
+    @field_validator("extra")
+    @classmethod
+    def _are_options(cls, extra: list[str]) -> list[str]:
+        for option in extra:
+            if not option.startswith("-"):
+                raise ValueError("must be options such as --qos=high")
+        return extra
+
     @field_validator("partition", "account", "job_name", "extra", "setup")
     @classmethod
     def _is_one_line(cls, value: object) -> object:

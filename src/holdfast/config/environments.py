@@ -296,6 +296,15 @@ class EnvironmentConfig(Section):
         """`timeout_s`, None where there is none."""
         return self.timeout_s if math.isfinite(self.timeout_s) else None
 
+    @model_validator(mode="after")
+    def _memory_of_workers(self) -> Self:
+        if self.worker_memory_gb is not None and not self.workers:
+            raise ValueError(
+                f"environment '{self.label}': worker_memory_gb = {self.worker_memory_gb:g} limits workers, and there "
+                "are none: set workers to 1 or more, or leave worker_memory_gb out"
+            )
+        return self
+
 
 @dataclass(frozen=True)
 class RolloutSettings:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -41,9 +42,17 @@ class ServersConfig(Section):
     def _are_servers(cls, urls: list[str]) -> list[str]:
         for url in urls:
             check_url(url)
-        if len({url.rstrip("/") for url in urls}) < len(urls):
+        if len({*map(_server_of, urls)}) < len(urls):
             raise ValueError("must name each server once: more requests for one are max_concurrency")
         return urls
+
+
+def _server_of(url: str) -> tuple[str, int, str]:
+    """Return what two spellings of the URL of one server have alike: host, port and path."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").rstrip(".")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return "localhost" if host in ("127.0.0.1", "::1") else host, port, parts.path.rstrip("/")
 
 
 class ClientConfig(ServersConfig):

@@ -182,8 +182,23 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     if sampling is not None and sampling.signal is None:
         sampling.signal = "parts" if config.trainer.tells_tokens_apart else "sum"
     if "urls" not in config.orchestrator.client.model_fields_set:
+        _check_ports(config)
         config.orchestrator.client.urls = config.inference.urls
     return config
+
+
+def _check_ports(config: RlConfig) -> None:
+    """Refuse one port for the live page and for a server that was given its own; one that picks takes another."""
+    server, dashboard = config.inference.server, config.trainer.dashboard
+    is_here = config.cluster is None and config.slurm is None
+    if dashboard is None or not is_here or "port" not in server.model_fields_set:
+        return
+    for name, one in config.inference.of_each().items():
+        if one.server.port == dashboard.port:
+            raise ConfigError(
+                f"dashboard.port = {dashboard.port} is the port of {name} as well (inference.server.port = "
+                f"{server.port}): choose another with --dashboard.port, or 0 for any free one."
+            )
 
 
 def _check_teacher(config: RlConfig) -> None:

@@ -38,7 +38,7 @@ from holdfast.process.heartbeat import start_heartbeat
 from holdfast.process.imports import leave_out_working_directory, protect_children
 from holdfast.process.scratch import SHORT_HOME, scratch_directory, scratch_name
 from holdfast.protocol.inference import Owner, read_admin_token
-from holdfast.run.inputs import check_model_path, check_tokenizer_path, check_weights_path
+from holdfast.run.inputs import check_max_len, check_model_path, check_tokenizer_path, check_weights_path
 from holdfast.run.run_dir import RunDir, owner_of
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -94,7 +94,7 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
 def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
     allow_many_connections()
     device = require_vllm()
-    preflight: Preflight = check(config)
+    preflight: Preflight = check(config, key="model" if owner is None else "inference.model")
     choose_for_engine(config, device)
     set_environment(config, device)
     _keep_temporary_files_in(scratch)
@@ -135,17 +135,21 @@ def set_environment(config: InferenceConfig, device: DeviceType) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def check(config: InferenceConfig) -> Preflight:
+def check(config: InferenceConfig, *, key: str = "model") -> Preflight:
     """Check everything that can be checked without vLLM.
 
+    Args:
+        key: of the section of the served model in the command that the user gave.
+
     Raises:
-        ConfigError: the address or the admin token is at fault.
+        ConfigError: the address or the admin token is at fault, or `max_len` is more than the model takes.
         DataError: the model directory is at fault.
     """
     admin_token = required_token(config.server)
     with contextlib.ExitStack() as unless_all_is_well:
         sock = unless_all_is_well.enter_context(bind(config.server))
         model_dir, tokenizer_dir = resolve_model(config)
+        check_max_len(config, model_dir, key=key)
         unless_all_is_well.pop_all()
     return Preflight(sock=sock, admin_token=admin_token, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
 

@@ -39,6 +39,7 @@ from holdfast.run.inputs import (
     Survey,
     ask_hub,
     check_data_path,
+    check_max_len,
     check_model_path,
     check_tokenizer_path,
     check_weights_path,
@@ -100,7 +101,7 @@ def check_inference(config: InferenceConfig) -> None:
 
     Raises:
         DataError, ReadError: they are not.
-        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers.
+        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers or too long sessions.
     """
     if config.engines > 1:
         raise ConfigError(
@@ -113,6 +114,7 @@ def check_inference(config: InferenceConfig) -> None:
         check_weights_path(config.model.name, needs_index=False)
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     check_tokenizer_path(config.model.tokenizer_name, key=key)
+    check_max_len(config, config.model.name, key="model")
     require_vllm()
 
 
@@ -130,6 +132,8 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
             f"orchestrator.seq_len = {seq_len} is more than inference.model.max_len = {max_len}, the longest session "
             "that the inference server takes. Lower seq_len or raise max_len."
         )
+    if starts_inference:
+        check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
 def check_evaluations(config: TrainingCommand) -> None:
@@ -139,6 +143,7 @@ def check_evaluations(config: TrainingCommand) -> None:
     if config.parallel.nodes > 1:  # by an outer launcher
         raise ConfigError(NOT_ON_NODES)
     require_vllm()
+    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
     for section in config.eval.environments:
         for value in section.args.values():
             if isinstance(value, str) and _is_part(value, of=config.data.name):

@@ -116,6 +116,26 @@ class _LossyFile(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
+class _NamedOutput(io.FileIO):
+    """Names itself in its errors, which are not those of a file of the run."""
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = OUTPUT
+            raise
+
+
+OUTPUT = "<output>"
+"""`filename` of an error of stdout after `name_output`."""
+
+
+def name_output() -> None:
+    """Let errors of stdout have the file name `OUTPUT`, and characters that its encoding lacks be escaped."""
+    _replace_stream("stdout", _NamedOutput)
+
+
 def make_output_lossy(*names: str) -> None:
     """Let stdout and stderr drop what their disk cannot take, and what nobody reads any more (`| tee log` that died).
 
@@ -125,17 +145,21 @@ def make_output_lossy(*names: str) -> None:
         names: `stdout` or `stderr`; unset: both.
     """
     for name in names or ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        buffer = getattr(stream, "buffer", None)
-        raw = getattr(buffer, "raw", buffer)  # PYTHONUNBUFFERED leaves the buffer out
-        if not isinstance(raw, io.FileIO) or isinstance(raw, _LossyFile):
-            continue
-        # closefd=False: the descriptor belongs to the stream that is replaced.
-        lossy = io.BufferedWriter(_LossyFile(raw.fileno(), "w", closefd=False))
-        with contextlib.suppress(OSError):  # the buffer may hold what cannot be written
-            stream.flush()
-        text = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
-        setattr(sys, name, text)
+        _replace_stream(name, _LossyFile, line_buffering=True)
+
+
+def _replace_stream(name: str, kind: type[io.FileIO], *, line_buffering: bool = False) -> None:
+    stream = getattr(sys, name)
+    buffer = getattr(stream, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)  # PYTHONUNBUFFERED leaves the buffer out
+    if not isinstance(raw, io.FileIO) or isinstance(raw, kind):
+        return
+    # closefd=False: the descriptor belongs to the stream that is replaced.
+    writer = io.BufferedWriter(kind(raw.fileno(), "w", closefd=False))
+    with contextlib.suppress(OSError):  # the buffer may hold what cannot be written
+        stream.flush()
+    by_line = line_buffering or stream.line_buffering or stream.write_through
+    setattr(sys, name, io.TextIOWrapper(writer, stream.encoding, "backslashreplace", line_buffering=by_line))
 
 
 def set_up_logging(name: str) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
+from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import SupervisedCommand, TrainedModelConfig
-from holdfast.errors import CheckpointError, DataError, ReadError, is_storage_failure
+from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, is_storage_failure
 from holdfast.process.events import report
 from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of, require_weights, verify_checkpoint
@@ -254,6 +255,42 @@ def _read_object(path: Path, *, key: str) -> dict[str, Any]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+_INTERPRETED = (b'"factor"', b'"model_max_length"')
+_ALLOWS_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+_REPLACE_THE_CONFIG = ("hf-", "config-format")  # arguments of vLLM, by their beginning
+
+
+def check_max_len(config: InferenceConfig, model: str | Path, *, key: str) -> None:
+    """Refuse a server for longer sessions than its model has positions for, which vLLM would refuse after it was
+    imported. Names of a hub pass, and models whose positions vLLM has to interpret.
+
+    Args:
+        model: its directory.
+        key: of the section of the served model, such as `inference.model`.
+
+    Raise ConfigError, naming the setting and the file.
+    """
+    allows_longer = os.environ.get(_ALLOWS_LONGER, "0").strip().lower() in ("1", "true")
+    if allows_longer or any(name.replace("_", "-").startswith(_REPLACE_THE_CONFIG) for name in config.engine.args):
+        return
+    path = Path(model) / "config.json"
+    try:
+        text = path.read_bytes()
+        fields = json.loads(text)
+    except (OSError, ValueError):  # the check of the model itself says so
+        return
+    # Scaled embeddings, and models of several parts, are for vLLM to interpret.
+    is_plain = text.count(b'"max_position_embeddings"') == 1 and not any(word in text for word in _INTERPRETED)
+    longest = fields.get("max_position_embeddings") if isinstance(fields, dict) and is_plain else None
+    if not isinstance(longest, int) or config.model.max_len <= longest:
+        return
+    raise ConfigError(
+        f"{key}.max_len = {config.model.max_len} is more than the {longest} positions of the model "
+        f"(max_position_embeddings in {path}). Set --{key.replace('_', '-')}.max-len {longest}, or less, and any "
+        f"seq_len to no more than that. If the model is known to take more, set {_ALLOWS_LONGER}=1 in the environment."
+    )
 
 
 def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification) -> None:

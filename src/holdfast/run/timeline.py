@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,27 +58,37 @@ class _Writer:
         self._path = path
         self._descriptor: int | None = None
         self._has_warned = False
+        self._lock = threading.Lock()
 
     def write(self, span: Span) -> None:
         line = msgspec.json.encode(span) + b"\n"
-        try:
-            if self._descriptor is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-                if os.fstat(self._descriptor).st_size:
-                    line = b"\n" + line  # a process that was killed here, or a full disk, may have left a part of one
-            if os.write(self._descriptor, line) < len(line):
-                raise OSError("the storage took a part of a line")
-        except OSError as error:
-            self.close()
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning("%s lacks lines: %s. Only reports show less for it.", self._path, error)
+        with self._lock:
+            try:
+                self._append(line)
+            except OSError as error:
+                self._close()
+                if not self._has_warned:
+                    self._has_warned = True
+                    _log.warning("%s lacks lines: %s. Only reports show less for it.", self._path, error)
+
+    def _append(self, line: bytes) -> None:
+        if self._descriptor is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            if os.fstat(self._descriptor).st_size:
+                line = b"\n" + line  # a process that was killed here, or a full disk, may have left a part of a line
+        if os.write(self._descriptor, line) < len(line):
+            raise OSError("the storage took a part of a line")
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # of a network filesystem; the descriptor is closed all the same
+                os.close(descriptor)
 
 
 _own: _Writer | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.arguments import is_natural
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.protocol.rollouts import Batch, Rollout
 from holdfast.run.journal import read_batch_in
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_SPAN = re.compile(r"(\d+)-(\d+)")
+_SPAN = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 _STEP_NAME = re.compile(r"step_(\d+)(\.\d+)?")
 
 
@@ -42,11 +43,11 @@ def _batches_of(run_dir: RunDir, text: str) -> Iterator[Path]:
         wanted = there
     elif text == "latest":
         wanted = there[-1:] or [0]
-    elif text.isdecimal():
+    elif is_natural(text):
         wanted = [int(text)]
     elif span := _SPAN.fullmatch(text):
         wanted = range(int(span[1]), int(span[2]) + 1)
-    elif Path(text).is_dir() and _STEP_NAME.fullmatch(Path(text).name):
+    elif _STEP_NAME.fullmatch(Path(text).name) and Path(text).is_dir():
         yield Path(text)
         return
     else:

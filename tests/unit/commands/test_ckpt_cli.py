@@ -95,8 +95,10 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Ckpt, run_dir: RunDir) -> None:
     code, _, err = ckpt(*argv, "--output-dir", run_dir.path)
     assert code == 2 and "step 9 is not in" in err and "1, 2, 3, 4" in err
-    code, _, err = ckpt("show", "nowhere", "--output-dir", run_dir.path)
-    assert code == 2 and "'nowhere' is neither a step nor the directory of a checkpoint, but nothing" in err
+    for word in ("nowhere", "9" * 200):
+        code, _, err = ckpt("show", word, "--output-dir", run_dir.path)
+        assert code == 2 and f"'{word}' is neither a step nor the directory of a checkpoint, but nothing" in err
+    assert "name too long" in ckpt("show", "9" * 5000, "--output-dir", run_dir.path)[2]
 
 
 def test_ls_shows_steps_and_marks_the_best(ckpt: Ckpt, run_dir: RunDir) -> None:

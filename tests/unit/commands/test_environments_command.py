@@ -278,6 +278,8 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
         (["check", "faults:Sound", "--num-tasks", "-1"], "must be a number from 0 on, got '-1'"),
         (["check", "reverse_text", "--args", "{digits}"], "is not JSON"),
         (["check", "reverse_text", "--args", "[1]"], 'must be an object such as {"max_length": 6}'),
+        (["check", "reverse_text", "--args", r'{"a": "\u0000"}'], "args: must not hold the character NUL"),
+        (["check", "\udcff"], "id: must be text in UTF-8"),
         (["check", "reverse_text", "--args", '{"max_lenght": 1}'], "Did you mean 'max_length'?"),
         (["check", "revers_text"], "Did you mean 'reverse_text'?"),
         (["check", "reverse_text", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),

@@ -60,6 +60,7 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
         ((*POLICY, "--run", "a"), "evaluate takes one policy"),
         (("--model.name", "./nowhere", "--environments", ENVIRONMENTS), "model.name = './nowhere' is not a directory"),
         ((*POLICY, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
+        ((*POLICY, "--seq-len", "4096"), "inference.model.max_len = 4096 is more than the 2048"),
         ((*POLICY, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
         (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
         (("--run", "nowhere"), "run = nowhere is not a run directory"),

@@ -243,6 +243,8 @@ def test_export_that_fails_leaves_nothing(
         (["stats", "3-5"], "batch 3-5 is not in"),
         (["show", "2-3"], "show takes one batch, '2-3' means 2"),
         (["show", "x"], "'x' is no STEP"),
+        (["show", "1" * 5000], "111' is no STEP"),
+        (["stats", f"1-{'1' * 5000}"], "111' is no STEP"),
         (["show", "3", "--problem", "2"], "batch 3 has the problems 0 to 1"),
         (["export", "3"], "required: --to"),
         (["export", "3", "--to", "there.jsonl"], "exists already"),

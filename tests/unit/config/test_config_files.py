@@ -189,8 +189,11 @@ def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
         ("[optim]\nlr = true", "'optim.lr' should be a number, not true or false"),
         ("[optim]\nlr = inf", "'optim.lr' should be a finite number, got Infinity"),
         ("[optim]\nlr = nan", "'optim.lr' should be "),
+        ('[model]\nname = "a\\u0000b"', "'model.name' must not hold the character NUL"),
+        ('output_dir = "a\\u0000b"', "'output_dir' must not hold the character NUL"),
+        ('[tracking]\ntags = ["a\\u0000b"]', "'tracking.tags' must not hold the character NUL"),
     ],
-    ids=["digits", "array", "keys", "table", "bool", "bool for float", "inf", "nan"],
+    ids=["digits", "array", "keys", "table", "bool", "bool for float", "inf", "nan", "NUL", "NUL path", "NUL in list"],
 )
 def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, content: str, said: str) -> None:
     message = refused("@", write("strange.toml", content))
@@ -207,8 +210,10 @@ def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, conten
         (["--weights-timeout-s", "inf"], "weights-timeout-s should be a finite number"),
         (["--client.ready-timeout-s", "nan"], "client.ready-timeout-s"),
         (["--output-dir", os.fsdecode(b"caf\xe9")], "must be text in UTF-8"),
+        (["--environments", r'[{"id": "a", "args": {"b": [{"c": "\ud800"}]}}]'], "environments.0.args.* text in UTF-8"),
+        (["--environments", r'[{"id": "a", "args": {"\u0000": 1}}]'], "environments.0.args.* character NUL"),
     ],
-    ids=["digits", "array", "digits in an array", "weight", "timeout", "nan", "latin-1"],
+    ids=["digits", "array", "digits in an array", "weight", "timeout", "nan", "latin-1", "half a pair", "NUL in a key"],
 )
 def test_flags_that_nothing_can_do_with_are_told_in_a_line(flags: list[str], said: str) -> None:
     message = refused(*flags, command=OrchestratorConfig)

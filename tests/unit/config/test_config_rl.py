@@ -123,6 +123,9 @@ def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() 
     [
         ("http://far:1", "http://far:1"),
         ("http://far:1", "http://far:1/"),
+        ("http://far", "http://FAR.:80"),
+        ("https://far/engine", "https://far:443/engine/"),
+        ("http://localhost:8000", "http://127.0.0.1:8000"),
     ],
 )
 def test_a_server_is_named_once(first: str, second: str) -> None:
@@ -314,6 +317,28 @@ def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
     assert orchestrator.largest_group == 4 and not makes_same_batches(orchestrator, rl(*mixed({})).orchestrator)
     longest = rl(*mixed({"sampling": {"max_tokens": 300}}, "--trainer.loss.type", "dr_grpo"))
     assert longest.trainer.loss.constant_tokens == 300
+
+
+SAME_PORT = ("--dashboard.port", "8100", "--inference.server.port", "8100")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (SAME_PORT, "dashboard.port = 8100 is the port of inf"),
+        (("--trainer.dashboard.port", "8101", "--inference.server.port", "8100", "--inference.engines", "2"),
+         "dashboard.port = 8101 is the port of inference_1 as well"),
+        (("--dashboard.port", "8000"), ""),  # the server takes the next one
+        ((*SAME_PORT, "--dashboard.port", "0"), ""),
+        ((*SAME_PORT, "--cluster", "ray"), ""),
+        ((*SAME_PORT, "--orchestrator.client.urls", '["http://127.0.0.1:8000"]'), ""),  # no server is started
+    ],
+)  # fmt: skip
+def test_the_live_page_and_a_server_may_not_be_given_the_same_port(flags: tuple[str, ...], named: str) -> None:
+    if named:
+        assert disagreement(*flags).startswith(named)
+    else:
+        assert rl(*flags).trainer.dashboard is not None
 
 
 def test_a_flag_of_rl_leaves_the_rest_of_a_section_as_its_processes_have_it() -> None:

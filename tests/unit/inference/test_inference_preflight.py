@@ -18,8 +18,9 @@ from holdfast.config.inference import ServerConfig
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.inference.main import _read_arguments as read_arguments
-from holdfast.inference.main import bind, required_token, resolve_model
+from holdfast.inference.main import bind, check, required_token, resolve_model
 from holdfast.orchestrator.client.http import HttpTransport
+from tests.runs.ports import free_port
 
 
 def _server(**fields: str | int) -> ServerConfig:
@@ -87,11 +88,15 @@ def test_a_model_of_the_hub_is_taken_from_the_cache_or_named(tmp_path: Path, mon
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--someone--model/snapshots" / ("c" * 40)
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
+    (snapshot / "config.json").write_text('{"max_position_embeddings": 16}')
     (snapshot / "tokenizer.json").write_text("{}")
     (tmp_path / "models--someone--model/refs").mkdir()
     (tmp_path / "models--someone--model/refs/main").write_text("c" * 40)
     assert resolve_model(_config(name="someone/model", load="dummy")) == (snapshot, snapshot)
+    config = _config(name="someone/model", load="dummy")
+    config.server.port = free_port()
+    with pytest.raises(ConfigError, match="inference.model.max_len = 2048 is more than the 16 positions"):
+        check(config, key="inference.model")
     with pytest.raises(
         DataError, match=r"'someone/other': there is no such directory, and the hub gave no such model \("
     ):

@@ -151,9 +151,16 @@ def test_models_data_and_lengths(refused: Launch) -> None:
     assert "seq_len = 65 is more than inference.model.max_len = 64" in refused(
         *QUICK_START, "--orchestrator.seq-len", "65"
     )
-    assert "data.name = 'no.jsonl'" in refused(
-        "sft", "--model.name", "examples/reverse_text/model", "--data.name", "no.jsonl"
-    )
+    long, quick_model = ("model.max-len", "2049"), ("--model.name", "examples/reverse_text/model")
+    said = refused("inference", *quick_model, f"--{long[0]}", long[1])
+    assert "model.max_len = 2049 is more than the 2048 positions of the model (max_position_embeddings" in said
+    assert "Set --model.max-len 2048, or less" in said
+    said = refused(*QUICK_START, f"--inference.{long[0]}", long[1])
+    assert "inference.model.max_len = 2049" in said and "Set --inference.model.max-len 2048" in said
+    asked = '[{"id": "reverse_text"}]'
+    evaluating = ("--ckpt.interval", "10", "--eval.environments", asked, f"--eval.inference.{long[0]}", long[1])
+    assert "eval.inference.model.max_len = 2049" in refused("sft", "@", "configs/reverse_text/sft.toml", *evaluating)
+    assert "data.name = 'no.jsonl'" in refused("sft", *quick_model, "--data.name", "no.jsonl")
     assert "pretraining.data.name = 'no.jsonl'" in refused(*QUICK_START, "--trainer.pretraining.data.name", "no.jsonl")
     assert "low has no effect with correction.type = 'none'" in refused(
         *QUICK_START, "--trainer.loss.correction.low", "0.1"

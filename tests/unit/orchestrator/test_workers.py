@@ -115,6 +115,8 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
         run(tmp_path / "refused", load="refused", workers=2)
     with pytest.raises(EnvironmentFailure, match="'mine': a worker ended while it loaded it: .* exited with code 9"):
         run(tmp_path / "exit", load="exit", workers=2)
+    with pytest.raises(ValueError, match="worker_memory_gb = 2 limits workers, and there are none"):
+        OrchestratorConfig.model_validate({"environments": [{"id": "a", "worker_memory_gb": 2}]})
 
 
 @pytest.mark.launch

@@ -10,10 +10,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from holdfast.errors import DataError, ReadError
+from holdfast.config import InferenceConfig
+from holdfast.errors import ConfigError, DataError, ReadError
 from holdfast.run.inputs import (
     ask_hub,
     check_data_path,
+    check_max_len,
     check_model_path,
     check_tokenizer_path,
     check_weights_path,
@@ -161,3 +163,35 @@ def test_a_full_cache_is_not_a_missing_model(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
     with pytest.raises(OSError, match="No space left on device"):
         ask_hub("someone/model", key="model.name")
+
+
+SCALED = {"rope_parameters": {"type": "linear", "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "is_refused"),
+    [
+        ({"max_position_embeddings": 32, "rope_parameters": {"rope_type": "default"}}, {}, True),
+        ({"max_position_embeddings": 32}, {"hf_overrides": "{}"}, False),
+        ({"max_position_embeddings": 33}, {}, False),
+        # What vLLM has to interpret:
+        ([], {}, False),
+        ({"max_position_embeddings": "many"}, {}, False),
+        ({"max_position_embeddings": 8, "model_max_length": 64}, {}, False),
+        ({"max_position_embeddings": 8, **SCALED}, {}, False),
+        ({"max_position_embeddings": 8, "text_config": {"max_position_embeddings": 64}}, {}, False),
+    ],
+)
+def test_more_positions_than_the_model_has_are_refused(
+    config: object, args: dict[str, str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = InferenceConfig.model_validate({"model": {"name": "m", "max_len": 33}, "engine": {"args": args}})
+    check_max_len(served, "owner/model", key="model")
+    check_max_len(served, tmp_path, key="model")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if is_refused:
+        said = r"^eval\.inference\.model\.max_len = 33 is more than the 32 .* Set --eval\.inference\.model\.max-len 32"
+        with pytest.raises(ConfigError, match=said):
+            check_max_len(served, tmp_path, key="eval.inference.model")
+        monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "True")
+    check_max_len(served, tmp_path, key="model")

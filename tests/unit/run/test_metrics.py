@@ -4,9 +4,11 @@ import json
 import logging
 import math
 import resource
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,18 @@ def test_lines_without_room(room: int, why: str, run_dir: RunDir, caplog: pytest
     assert [one.name for one in read_timeline(run_dir)] == ["kept", "start"]
     (said,) = caplog.messages
     assert "timeline_trainer.jsonl lacks lines" in said and why in said
+
+
+def test_threads_that_all_fail_to_write_close_the_file_once(run_dir: RunDir) -> None:
+    """A descriptor that is closed twice, or written after it was closed, may be that of another file by then."""
+    start_timeline(run_dir.logs(1), "trainer")
+    path = run_dir.logs(1) / "timeline_trainer.jsonl"
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with ExitStack() as after, _files_of_at_most(path.stat().st_size), ThreadPoolExecutor(8) as threads:
+        after.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1e-6)
+        for done in [threads.submit(lambda: [record("lost", 1, 2) for _ in range(500)]) for _ in range(8)]:
+            done.result()
+    assert len([*Path("/proc/self/fd").iterdir()]) < before
+    record("kept", 3, 4)
+    assert [one.name for one in read_timeline(run_dir)] == ["kept", "start"]

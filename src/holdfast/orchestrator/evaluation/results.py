@@ -138,7 +138,7 @@ class ResultsFile:
         for told in damaged:
             _log.warning("%s: its task is played again", told)
         data = b"".join(line_of(rollout) for group in tasks.values() for rollout in group)
-        if data != self.path.read_bytes():
+        if damaged or len(data) != self.path.stat().st_size:
             atomic.write_file(self.path, data)
         return tasks
 

@@ -242,6 +242,8 @@ def test_impossible_jobs_are_told(flags: tuple[str, ...], reason: str, more: tup
     ("flags", "reason"),
     [
         (("--slurm.partition", "a\nb"), "must not hold line breaks"),
+        (("--slurm.partition", " "), "flag --slurm.partition must not be empty"),
+        (("--slurm.extra", '["rm -rf /"]'), "must be options such as --qos=high, got .*rm -rf"),
         (("--slurm.time", "tomorrow"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
         (("--slurm.time", "1:::2"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
         (("--cluster", "ray://head"), "should be 'ray', 'ray://HOST:PORT' or 'slurm', got \"ray://head\""),
