@@ -18,8 +18,8 @@ from holdfast.orchestrator.worker import Ready, frame
 
 class Faulty(Environment):
     """Two turns, and a score that depends on all that was said. `faults`: what goes wrong while a task is scored, by
-    its index; with `once` at the first attempt alone. `marks`: directory in which every attempt to score a faulty task
-    leaves a file.
+    its index; with `once` at the first attempt alone, with `then` one after the other. `marks`: directory in which
+    every attempt to score a faulty task leaves a file.
     """
 
     def __init__(self, faults: dict[str, str] | None = None, marks: str = "", load: str = "") -> None:
@@ -29,6 +29,8 @@ class Faulty(Environment):
             raise ConfigError("it is not to be")
         if load == "exit":
             os._exit(9)
+        if load.startswith("killed") and self._attempts("load") < int(load.split()[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def make_task(self, seed: TaskSeed) -> Task:
         return Task(prompt=[Message("user", f"{seed.number}")], answer=str(seed.index))
@@ -51,7 +53,10 @@ class Faulty(Environment):
         if fault and fault != "detached once":
             attempt = self._attempt(task)
             if "once" not in fault or attempt == 0:
-                self._go_wrong(fault.split()[0])
+                stages = fault.split(" then ")
+                self._go_wrong(stages[min(attempt, len(stages) - 1)].split()[0])
+        if fault == "spoils":  # what is read after the call
+            sessions[0].request_counts = {}  # type: ignore[assignment]
         if fault == "nan":
             return [Score(float("nan")) for _ in sessions]
         if fault == "type":
@@ -59,9 +64,12 @@ class Faulty(Environment):
         return [Score(len(session.texts[0]) + len(session.texts[1]) / 100) for session in sessions]
 
     def _attempt(self, task: Task) -> int:
+        return self._attempts(task.answer)
+
+    def _attempts(self, name: str) -> int:
         """Return how many attempts there were before this one, and leave its mark."""
-        number = len(list(self.marks.glob(f"{task.answer}_*")))
-        (self.marks / f"{task.answer}_{number}_{uuid.uuid4()}").write_text(str(os.getpid()))
+        number = len(list(self.marks.glob(f"{name}_*")))
+        (self.marks / f"{name}_{number}_{uuid.uuid4()}").write_text(str(os.getpid()))
         return number
 
     def _go_wrong(self, fault: str) -> None:

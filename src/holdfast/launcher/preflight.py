@@ -284,33 +284,45 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
     if orchestrator is not None:
         names = ", ".join(section.label for section in orchestrator.environments)
         yield f"tasks: {names}"
+        settings = [orchestrator.rollouts_of(section) for section in orchestrator.environments]
+        sizes = sorted({own.group_size for own in settings})
+        size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         yield (
-            f"steps: {config.max_steps:,} of {orchestrator.problems_per_step} x {orchestrator.group_size} rollouts, at "
-            f"most {orchestrator.sampling.max_tokens} sampled tokens per turn and {orchestrator.seq_len} tokens per "
-            f"rollout; {rate}"
+            f"steps: {config.max_steps:,} of {orchestrator.problems_per_step} x {size} rollouts, at most "
+            f"{max(own.max_tokens for own in settings)} sampled tokens per turn and "
+            f"{max(own.seq_len for own in settings)} tokens per rollout; {rate}"
         )
-        if isinstance(config, TrainerConfig) and config.share_prompts and orchestrator.group_size > 1:
-            yield _shared_prompts(config, orchestrator)
+        if isinstance(config, TrainerConfig) and config.share_prompts:
+            yield from _shared_prompts(config, orchestrator)
     yield _checkpoints(config, is_rl=orchestrator is not None)
     if parameters:
         yield _memory(config, parameters)
 
 
-def _shared_prompts(config: TrainerConfig, orchestrator: OrchestratorConfig) -> str:
-    """Return how often the prompt of a group is computed if every rollout has one turn and is as long as allowed."""
-    group, row = orchestrator.group_size, config.row_tokens
-    answer = min(orchestrator.sampling.max_tokens, orchestrator.seq_len - 1)
-    prompt = orchestrator.seq_len - answer
-    fitting = min((row - prompt) // answer, ATTENDED_TOKENS * row // (prompt + answer))
-    held = min(group, max(1, fitting))
-    whole = max(prompt + group * answer, -(-group * (prompt + answer) // ATTENDED_TOKENS))
-    if held == group:
-        longest = f"{prompt + group * answer:,}"
-        return f"prompts: each is computed once for its {group} answers; the longest group has {longest} tokens"
-    return (
-        f"prompts: the longest is computed {-(-group // held)} times for its {group} answers, as {held} of them fit "
-        f"trainer.row_tokens = {row:,} with it, and all of them {whole:,}"
-    )
+def _shared_prompts(config: TrainerConfig, orchestrator: OrchestratorConfig) -> Iterator[str]:
+    """Return how often the prompt of a group is computed if every rollout has one turn and is as long as allowed: a
+    line for all environments with equal settings. Groups of one share nothing, and have no line."""
+    row, kinds = config.row_tokens, dict[tuple[int, int, int], list[str]]()
+    for section in orchestrator.environments:
+        own = orchestrator.rollouts_of(section)
+        kinds.setdefault((own.group_size, own.seq_len, own.max_tokens), []).append(section.label)
+    for (group, seq_len, most), labels in kinds.items():
+        if group == 1:
+            continue
+        prompts = f"prompts of {', '.join(labels)}" if len(kinds) > 1 else "prompts"
+        answer = min(most, seq_len - 1)
+        prompt = seq_len - answer
+        fitting = min((row - prompt) // answer, ATTENDED_TOKENS * row // (prompt + answer))
+        held = min(group, max(1, fitting))
+        whole = max(prompt + group * answer, -(-group * (prompt + answer) // ATTENDED_TOKENS))
+        if held == group:
+            longest = f"{prompt + group * answer:,}"
+            yield f"{prompts}: each is computed once for its {group} answers; the longest group has {longest} tokens"
+            continue
+        yield (
+            f"{prompts}: the longest is computed {-(-group // held)} times for its {group} answers, as {held} of them "
+            f"fit trainer.row_tokens = {row:,} with it, and all of them {whole:,}"
+        )
 
 
 def _checkpoints(config: TrainingCommand, *, is_rl: bool) -> str:

@@ -23,6 +23,7 @@ from holdfast.orchestrator.env.guard import (
     PromptTooLong,
     calling,
     checked_scores,
+    checked_truncated,
     pausing_clock,
     prompt_ids_of,
     result_of,
@@ -182,7 +183,7 @@ def _to_rollout(
         logprobs=session.logprobs,
         versions=[] if is_sampled_by_teacher else _merged(session.versions),
         reward=score.reward,
-        truncated=session.truncated is True,
+        truncated=session.truncated,
         metrics=score.metrics | tool_metrics(session) | request_metrics(session),
         step_rewards=step_rewards(score, session),
         branch_starts=session.branch_starts,
@@ -256,6 +257,7 @@ async def score_sessions(sessions: Sequence[Session], task: Task, problem: Probl
         for session in sessions:
             _require_ended(session, problem, "score")
             session.end()
+            session.truncated = checked_truncated(session, what=context_of(problem))
         return checked_scores(found, sessions, what=context_of(problem))
 
 

@@ -17,7 +17,9 @@ import signal
 import socket
 import struct
 import sys
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
@@ -205,7 +207,9 @@ class Worker:
                     case Play() as play:
                         seed = play.seed
                         problem = Problem(environments[seed.level or 0], settings, seed, number=play.task_id)
-                        self._groups[play.group] = asyncio.create_task(self._play(play, problem, config, tokenizer))
+                        playing = asyncio.create_task(self._play(play, problem, config, tokenizer))
+                        playing.add_done_callback(_require_told)
+                        self._groups[play.group] = playing
                     case Cancel(group=group):
                         if group in self._groups:
                             self._groups[group].cancel()
@@ -271,7 +275,8 @@ class Worker:
 
     def _send_asked(self) -> None:
         asked, self._asked = self._asked, []
-        self._send(Asks(asked))
+        with _ending_at_errors():
+            self._send(Asks(asked))
 
     def _send(self, message: FromWorker) -> None:
         self._writer.write(frame(message))
@@ -303,6 +308,26 @@ def _kind_of(error: HoldfastError) -> FailureKind:
         ProcessKilled: "killed",
     }
     return kinds.get(type(error), "environment")
+
+
+@contextmanager
+def _ending_at_errors() -> Iterator[None]:
+    """End the process at an error, such as a lack of memory: else the orchestrator would wait for ever."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - whatever it is
+        try:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+
+
+def _require_told(playing: asyncio.Task[None]) -> None:
+    """End the process if the result of a group could not be told."""
+    if not playing.cancelled():
+        with _ending_at_errors():
+            playing.result()
 
 
 async def _serve(connection: socket.socket) -> None:

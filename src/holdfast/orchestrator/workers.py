@@ -13,6 +13,7 @@ fault if it ends a worker that plays it alone, or if the worker named its task b
 from __future__ import annotations
 
 import asyncio
+import codecs
 import itertools
 import logging
 import os
@@ -84,8 +85,18 @@ _GRACE_S = 15.0
 """Beyond the deadline: a worker ends itself and names the line, unless a call of C blocks all its threads."""
 _END_S = 5.0
 _TAIL = 1 << 13
+_MOST_OUTPUT_BYTES = 1 << 24
+"""Of one worker, shown: an environment that prints without end must not fill the disk of the log."""
 
 DeathKind = Literal["crashed", "hung", "killed"]
+
+
+class GroupKilled(ProcessKilled):
+    """Something outside killed the process that played a group; `is_alone`: the group is to be played alone."""
+
+    def __init__(self, told: str, *, is_alone: bool) -> None:
+        super().__init__(told)
+        self.is_alone = is_alone
 
 
 class WorkerDied(Exception):
@@ -109,6 +120,7 @@ class _Running:
 
     Attributes:
         is_ready: the number of tasks (None: no end), when the environment is loaded.
+        life: ends with the process.
     """
 
     def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
@@ -126,7 +138,7 @@ class _Running:
         # A worker only needs to know `max_tokens`, and `evaluate` may sample in ways that training refuses.
         plain = config.model_copy(update={"sampling": SamplingConfig(max_tokens=config.sampling.max_tokens)})
         self._beginning = asyncio.create_task(self._begin(StartWorker(plain.model_dump_json(), settings.label)))
-        self._life = asyncio.create_task(self._live())
+        self.life = asyncio.create_task(self._live())
 
     @property
     def num_groups(self) -> int:
@@ -146,7 +158,7 @@ class _Running:
             )
         finally:
             theirs.close()
-        self._output = _WorkerOutput(self._process)
+        self._output = _WorkerOutput(self._process, self._name)
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._send(start)
 
@@ -178,7 +190,7 @@ class _Running:
                 async with asyncio.timeout(_END_S):
                     await self._process.wait()
             self._kill()
-        await self._life
+        await asyncio.shield(self.life)  # who no longer waits must not keep it from ending its groups
 
     def _send(self, message: ToWorker) -> None:
         if not self.is_over and not self._writer.is_closing():
@@ -319,11 +331,12 @@ class _Running:
 
 
 class _WorkerOutput:
-    """Shows what a worker prints, and keeps its end."""
+    """Shows what a worker prints, up to a limit, and keeps its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         assert process.stdout is not None
         self._stream = process.stdout
+        self._name = name
         self._tail = b""
         self._reading = asyncio.create_task(self._read())
 
@@ -337,9 +350,19 @@ class _WorkerOutput:
         return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")
 
     async def _read(self) -> None:
+        left, is_told = _MOST_OUTPUT_BYTES, False
+        decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode  # a part may end within a character
         while part := await self._stream.read(1 << 16):
             self._tail = (self._tail + part)[-_TAIL:]
-            sys.stderr.write(part.decode(errors="backslashreplace"))
+            sys.stderr.write(decode(part[:left]))
+            if len(part) > left and not is_told:
+                is_told = True
+                _log.warning(
+                    "a worker of environment '%s' prints more than %d bytes: the rest is not shown",
+                    self._name,
+                    _MOST_OUTPUT_BYTES,
+                )
+            left = max(0, left - len(part))
 
 
 def error_of(failed: Failed) -> HoldfastError:
@@ -378,7 +401,7 @@ class Workers:
 
     async def rest(self) -> None:
         """End the processes; `play` starts them again."""
-        await asyncio.gather(*map(self._close, tuple(self._living)))
+        await asyncio.gather(*(worker.close() for worker in self._living))
 
     async def _load(self, slot: int) -> int | None:
         for _ in range(MOST_KILLED):
@@ -398,16 +421,13 @@ class Workers:
     def _new(self) -> _Running:
         worker = _Running(self._settings, self._config)
         self._living.add(worker)
+        worker.life.add_done_callback(lambda _: self._living.discard(worker))
         return worker
-
-    async def _close(self, worker: _Running) -> None:
-        await worker.close()
-        self._living.discard(worker)
 
     async def play(self, problem: Problem, step: int, sampler: TurnSampler, *, is_alone: bool = False) -> Outcome:
         """Return what `run_group` would, from a worker; a group that ends its worker fails as `on_error` says.
 
-        Raises ProcessKilled if the worker, or a process of the environment's own, was killed from outside.
+        Raises GroupKilled if the worker, or a process of the environment's own, was killed from outside.
         """
         what = context_of(problem)
         while True:
@@ -417,7 +437,7 @@ class Workers:
                 is_named = str(death).startswith(what)
                 told = str(death) if is_named else f"{what}: {death}"
                 if death.kind == "killed":
-                    raise ProcessKilled(told) from None
+                    raise GroupKilled(told, is_alone=is_alone) from None
                 if is_alone or (is_named and death.kind == "hung"):
                     return fail(problem, (CallTimeout if death.kind == "hung" else WorkerCrashed)(told))
                 is_alone = True
@@ -426,7 +446,8 @@ class Workers:
                 is_alone = True  # others may have filled it
                 continue
             if isinstance(ended, Failed):
-                raise error_of(ended)
+                error = error_of(ended)
+                raise GroupKilled(ended.message, is_alone=is_alone) if isinstance(error, ProcessKilled) else error
             return ended.dropped or ended.rollouts
 
     async def _play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
@@ -434,7 +455,7 @@ class Workers:
         worker = self._worker(slot)
         ended = await worker.play(problem, step, sampler)
         if _is_out_of_memory(ended):
-            await self._close(worker)  # it would not free its memory
+            await worker.close()  # it would not free its memory
         return ended
 
     async def _play_alone(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
@@ -443,7 +464,7 @@ class Workers:
             try:
                 return await worker.play(problem, step, sampler)
             finally:
-                await self._close(worker)
+                await worker.close()
 
 
 def _is_out_of_memory(ended: Played | Failed) -> bool:
@@ -465,13 +486,13 @@ class Remembering:
 
     def __init__(self, sampler: TurnSampler) -> None:
         self._sampler = sampler
-        # By seed and digest of the prompt: the prompts of long sessions would fill the memory.
-        self._turns: dict[tuple[int, bytes], asyncio.Task[Completion]] = {}
+        # By seed, limit and digest of the prompt: the prompts of long sessions would fill the memory.
+        self._turns: dict[tuple[int, int, bytes], asyncio.Task[Completion]] = {}
 
     async def sample(
         self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
     ) -> Completion:
-        key = (seed, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
+        key = (seed, max_tokens, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
         if key not in self._turns:
             asked = self._sampler.sample(
                 token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
@@ -511,17 +532,18 @@ class GroupPlayer:
         return outcome
 
     async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
-        told = ""
+        told, is_alone = "", False
         for num_killed in range(MOST_KILLED + 1):
             if told:
                 _log.warning("%s: the group is played again", told)
             try:
                 if (there := self.workers.get(problem.name)) is not None:
-                    return await there.play(problem, step, sampler, is_alone=num_killed > 1)
+                    return await there.play(problem, step, sampler, is_alone=is_alone)
                 return await run_group(problem, step, config=self.config, tokenizer=self.tokenizer, sampler=sampler)
             except ProcessKilled as error:
                 sampler.check()
                 told = str(error)
+                is_alone = num_killed > 0 or (isinstance(error, GroupKilled) and error.is_alone)
         return fail(problem, EnvironmentFailure(f"{told}, {MOST_KILLED + 1} times in a row"))
 
 

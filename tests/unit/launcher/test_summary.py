@@ -169,6 +169,24 @@ def test_it_is_told_how_often_a_prompt_is_computed(row_tokens: int, said: str) -
     assert "prompts:" not in summary(rl.trainer, None, rl.orchestrator)
 
 
+def test_environments_with_settings_of_their_own_have_lines_of_their_own() -> None:
+    own = {"id": "reverse_text", "group_size": 16, "seq_len": 1000, "sampling": {"max_tokens": 200}}
+    shared = {"seq_len": 2500, "sampling": {"max_tokens": 100}}
+    environments = [{"id": "reverse_text", "name": "a"}, {**own, "name": "b"}, {**own, "name": "c", "group_size": 1}]
+    rl = RlConfig.model_validate(
+        {
+            "model": {"name": MODEL},
+            "trainer": {"row_tokens": 3999, "advantage": "reinforce_pp"},
+            "orchestrator": {"environments": environments, **shared},
+        }
+    )
+    said = summary(rl.trainer, None, rl.orchestrator)
+    assert "16 x 1 to 16 rollouts, at most 200 sampled tokens per turn and 2500 tokens per rollout" in said
+    assert "prompts of a: the longest is computed 2 times for its 8 answers, as 6 of them fit" in said
+    assert "prompts of b: the longest is computed 2 times for its 16 answers, as 15 of them fit" in said
+    assert "prompts of c" not in said
+
+
 def test_a_step_of_more_than_all_samples_is_told(tmp_path: Path) -> None:
     for size, is_told in ((60, False), (61, True)):
         data = {"name": DATA, "batch_size": size}

@@ -1,11 +1,13 @@
 """Environments in worker processes: the same batches as without, whatever happens to the processes."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ import pytest
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator import workers
+from holdfast.orchestrator.episodes import Problem
+from holdfast.orchestrator.state import TaskSeed
+from holdfast.orchestrator.workers import WorkerDied, Workers
 from holdfast.protocol.rollouts import Batch
 from tests.conftest import ROOT
-from tests.servers.orchestrator_fakes import played
+from tests.servers.orchestrator_fakes import make_config, played
 
 STEPS = 4
 DROPS = {"on_error": "drop", "timeout_s": 3.0}
@@ -29,7 +34,7 @@ def run(directory: Path, faults: dict[str, str] | None = None, *, load: str = ""
     return played(directory, section, max_steps=STEPS)
 
 
-def attempts_at(directory: Path, task: int) -> int:
+def attempts_at(directory: Path, task: int | str) -> int:
     return len(list(directory.glob(f"{task}_*")))
 
 
@@ -68,11 +73,14 @@ def test_a_worker_that_no_thread_of_its_own_can_end_is_killed(tmp_path: Path, mo
 
 @pytest.mark.launch
 def test_what_cannot_be_read_from_a_worker_ends_it_and_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """Bytes that are no message, and a message at a wrong time: that the worker is ready, once more."""
-    batches = run(tmp_path, {"1": "garbles once", "4": "garbles", "7": "greets"}, workers=2, **DROPS)
+    """Bytes that are no message, and a message at a wrong time: that the worker is ready, once more. A result that
+    cannot be made into one ends it, too."""
+    faults = {"1": "garbles once", "4": "garbles", "7": "greets", "9": "spoils"}
+    batches = run(tmp_path, faults, workers=2, **DROPS)
     dropped = [one for batch in batches for one in batch.dropped]
-    assert [(one.task_id, one.reason) for one in dropped] == [(4, "crash"), (7, "crash")]
-    assert all("its worker sent what cannot be read" in one.detail for one in dropped)
+    assert [(one.task_id, one.reason) for one in dropped] == [(4, "crash"), (7, "crash"), (9, "crash")]
+    assert all("its worker sent what cannot be read" in one.detail for one in dropped[:2])
+    assert "exited with code 1; its last words: KeyError: 'answered'" in dropped[2].detail
     assert attempts_at(tmp_path, 1) == 2
 
 
@@ -117,6 +125,90 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
         run(tmp_path / "exit", load="exit", workers=2)
     with pytest.raises(ValueError, match="worker_memory_gb = 2 limits workers, and there are none"):
         OrchestratorConfig.model_validate({"environments": [{"id": "a", "worker_memory_gb": 2}]})
+
+
+@pytest.mark.launch
+def test_a_worker_that_is_killed_while_it_loads_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "MOST_KILLED", 3)
+    batches = run(tmp_path / "twice", {"1": "killed once"}, load="killed 2", workers=1)
+    assert len(batches) == STEPS and not any(batch.dropped for batch in batches)
+    assert [attempts_at(tmp_path / "twice", name) for name in ("load", "1")] == [4, 2]
+    with pytest.raises(EnvironmentFailure, match="'mine': workers were killed 3 times while they load it"):
+        run(tmp_path / "always", load="killed 9", workers=1)
+
+
+def test_what_a_worker_prints_is_shown_up_to_a_limit(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_MOST_OUTPUT_BYTES", 200_001)
+
+    async def show() -> str:
+        script = "print('-' + 'é' * 100_000, flush=True)\nfor _ in range(3): print('x' * 99_999)"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
+        output = workers._WorkerOutput(process, "mine")
+        await output.read_whole()
+        await process.wait()
+        return output.last_line()
+
+    assert asyncio.run(show())[:500] == "x" * 500
+    assert capsys.readouterr().err == "-" + "é" * 100_000
+    assert caplog.text.count("a worker of environment 'mine' prints more than 200001 bytes") == 1
+
+
+@pytest.mark.launch
+def test_who_stops_waiting_for_the_end_of_a_worker_leaves_no_group_without_an_answer(tmp_path: Path) -> None:
+    section = {"id": "reverse_text", "workers": 1}
+    config = make_config(tmp_path, environments=[section], client={})
+    problem = Problem(None, config.environments[0], TaskSeed(0, "reverse_text", 0))
+
+    async def stop_waiting() -> None:
+        sampler: Any = SimpleNamespace(sample=lambda *_, **__: asyncio.Event().wait())
+        async with Workers(config.environments[0], config) as all_of_it:
+            (worker,) = all_of_it._living
+            playing = asyncio.create_task(worker.play(problem, 1, sampler))
+            is_read = asyncio.Event()
+            worker._output.read_whole = is_read.wait  # type: ignore[method-assign]
+            worker._kill()
+            while not worker.is_over:
+                await asyncio.sleep(0.01)
+            closing = [asyncio.create_task(worker.close()) for _ in range(2)]
+            for _ in range(20):  # turns of the event loop, in which nothing else is waited for
+                await asyncio.sleep(0)
+            closing[0].cancel()
+            await asyncio.wait(closing[:1])
+            is_read.set()
+            await asyncio.wait([closing[1]])
+            assert closing[0].cancelled() and not closing[1].cancelled() and not all_of_it._living
+            with pytest.raises(WorkerDied, match="killed from outside"):
+                await playing
+
+    asyncio.run(stop_waiting())
+
+
+def test_a_turn_with_another_limit_is_another_turn() -> None:
+    asked: list[int] = []
+
+    async def sample(*_: object, max_tokens: int, **__: object) -> int:
+        asked.append(max_tokens)
+        return max_tokens
+
+    async def ask() -> list[object]:
+        sampler: Any = SimpleNamespace(sample=sample)
+        remembering: Any = workers.Remembering(sampler)
+        same = {"sampling": None, "seed": 1, "affinity": None}
+        return [await remembering.sample([5], max_tokens=most, **same) for most in (3, 2, 3)]
+
+    assert asyncio.run(ask()) == [3, 2, 3] and asked == [3, 2]
+
+
+@pytest.mark.launch
+def test_a_group_that_is_to_be_played_alone_stays_alone_when_it_is_killed(tmp_path: Path) -> None:
+    """The third attempt is its last: alone again, it is known to be at fault."""
+    batches = run(tmp_path, {"1": "exits then killed then exits"}, workers=1, **DROPS)
+    assert [(one.task_id, one.reason) for batch in batches for one in batch.dropped] == [(1, "crash")]
+    assert attempts_at(tmp_path, 1) == 3
 
 
 @pytest.mark.launch

@@ -142,6 +142,7 @@ class InferenceClient:
             async with self._queue:
                 there = await self.pool.wait_for_room(len(request.seeds), but=failing)
                 engine = choose([engine for engine in there if engine not in failed] or there, affinity)
+            # No await from here until `ask` counts the sequences: else others would take the same room.
             epoch = engine.epoch  # if others report the loss first, ours is the same loss
             try:
                 return await self.ask(engine, request)

@@ -37,6 +37,8 @@ from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds
 
 _LARGEST = 1e30
 """Sums and squares of such numbers are still finite."""
+_MOST_NAME = 80
+"""Characters of a metric's name in an error."""
 
 
 class PromptTooLong(DataError):
@@ -97,6 +99,16 @@ def checked_scores(scores: Any, sessions: Sequence[Session], *, what: str) -> li
     return [_checked(score, session, what) for score, session in zip(scores, sessions, strict=True)]
 
 
+def checked_truncated(session: Session, *, what: str) -> bool:
+    """Return `session.truncated`, which an environment may set. Raises EnvironmentFailure if it is not a bool."""
+    value: Any = session.truncated
+    if type(value).__name__ not in ("bool", "bool_"):  # the names of Python's and NumPy's
+        raise EnvironmentFailure(
+            f"{what}: session.truncated = {_shown(value)}, expected True or False: convert it by bool()"
+        )
+    return bool(value)
+
+
 def step_rewards(score: Score, session: Session) -> StepRewards | None:
     """Return the rewards of turns (at their last tokens) or tokens of a checked score; None without such rewards."""
     if score.turn_rewards is not None:
@@ -115,9 +127,10 @@ def _checked(score: Any, session: Session, what: str) -> Score:
     metrics: dict[str, float] = {}
     for name, value in score.metrics.items():
         try:
-            metrics[as_text(name)] = _number(value, name, what)
+            as_text(name)
         except (TypeError, ValueError) as error:
             raise EnvironmentFailure(f"{what}: score() gave a metric the name {_shown(name)}: {error}") from None
+        metrics[name] = _number(value, printable(name, most=_MOST_NAME), what)
     if score.turn_rewards is not None and score.token_rewards is not None:
         raise EnvironmentFailure(f"{what}: score() gave turn_rewards and token_rewards; give one of them")
     return Score(

@@ -100,8 +100,8 @@ def _class_of(name: str, target: str, *, key: str, load: Callable[[str], ModuleT
         is_unreadable = isinstance(error, SyntaxError)
         told = error.msg if is_unreadable else printable(error)
         at = f"{error.filename}:{error.lineno}" if is_unreadable else place_of(error)
-        is_missing = isinstance(error, ModuleNotFoundError)
-        remedy = f". Install {error.name} where holdfast is installed" if is_missing else ""
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        remedy = f". Install {missing} where holdfast is installed" if missing else ""
         raise EnvironmentFailure(
             f"environment '{name}': importing {module_name} failed: {type(error).__name__}: {told} ({at}){remedy}"
         ) from error

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from fastapi import HTTPException
 
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import InferenceError
+from holdfast.orchestrator.client import http
 from holdfast.orchestrator.client.client import Affinity, InferenceClient, choose
 from holdfast.orchestrator.client.http import HttpTransport
 from holdfast.orchestrator.client.pool import Engine
@@ -309,3 +311,41 @@ def test_each_engine_gets_its_share_at_most_while_others_are_away() -> None:
         assert asyncio.run(ask_at_once(sizes)) == sizes
     assert max({*in_flight} - {6}) == 4 and in_flight.count(6) == 1, "what is more than its share goes to it alone"
     assert [len(request["seeds"]) for request in there.requests].index(6) <= 5, "small ones that came later overtook it"
+
+
+def test_every_request_in_flight_has_a_connection_and_few_open_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp by itself has 100 connections at most, all of which it may open at once."""
+    engine = FakeEngine(version=0, digest="served")
+    open_connection, number, opening, most = aiohttp.TCPConnector._create_connection, 150, 0, 0
+    all_are_there, of_server = asyncio.Event(), list[asyncio.AbstractEventLoop]()
+
+    async def count(*arguments: Any) -> Any:
+        nonlocal opening, most
+        opening += 1
+        most = max(most, opening)
+        try:
+            await asyncio.sleep(0)
+            return await open_connection(*arguments)
+        finally:
+            opening -= 1
+
+    async def wait_for_all(arrived: int) -> None:
+        of_server.append(asyncio.get_running_loop())
+        if arrived == number:
+            all_are_there.set()
+        await all_are_there.wait()
+
+    async def ask_at_once() -> None:
+        async with InferenceClient(ClientConfig(urls=[engine.url])) as client, asyncio.timeout(HANG_S):
+            asked = GenerateRequest(token_ids=[5], seeds=[1], max_tokens=3, stop_token_ids=[3], weights_digest="served")
+            await asyncio.gather(*(client.generate(asked) for _ in range(number)))
+
+    engine.on_generate = wait_for_all
+    monkeypatch.setattr(aiohttp.TCPConnector, "_create_connection", count)
+    monkeypatch.setattr(http, "_OPENED_AT_ONCE", 8)
+    with serving(engine):
+        try:
+            asyncio.run(ask_at_once())
+        finally:
+            of_server[0].call_soon_threadsafe(all_are_there.set)
+    assert most == 8

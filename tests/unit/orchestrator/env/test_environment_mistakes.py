@@ -45,6 +45,7 @@ class Plain(Environment):
         await session.sample()
         session.append_messages([{"role": "user", "content": "again"}])
         await session.sample()
+        session.truncated = np.True_  # type: ignore[assignment]
 
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:  # type: ignore[override]
         numbers = (np.float32(0.5), np.int64(2), np.array(0.25), True)
@@ -59,6 +60,7 @@ class Scored(Plain):
             "surrogate": {"\ud800": 1.0},
             "list": [1.0],
             "none": {"x": None},
+            "unprintable": {"a\nb\x1b" + "x" * 1000: None},
         }
         parts: dict[str, dict[str, Any]] = {
             "turns": {"turn_rewards": [1.0, 2.0, 3.0]},
@@ -168,6 +170,8 @@ class Runs(Plain):
                 session.versions.clear()
                 session.texts.clear()
                 session.token_ids[-1] = 5 if session.token_ids[-1] != 5 else 6
+            case "flag":
+                session.truncated = 1  # type: ignore[assignment]
             case "list":
                 session.token_ids = list(session.token_ids)  # type: ignore[misc,assignment]
             case "unwritten":
@@ -315,7 +319,7 @@ def run(
 def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: Path) -> None:
     batch = run(tmp_path, Plain)
     assert [rollout.reward for rollout in batch.rollouts[:4]] == [0.5, 2.0, 0.25, 1.0]
-    assert batch.rollouts[0].metrics == {"np": 3.0}
+    assert batch.rollouts[0].metrics == {"np": 3.0} and batch.rollouts[0].truncated is True
     assert all(type(rollout.reward) is float for rollout in batch.rollouts)
 
 
@@ -328,6 +332,7 @@ def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: 
         (Scored, "surrogate", "half of a surrogate pair"),
         (Scored, "list", r"metrics = \[1.0\] \(list\), expected names with numbers"),
         (Scored, "none", r"gave x = None \(NoneType\), expected a finite number"),
+        (Scored, "unprintable", r"gave a\\nb\\x1bx+ … \(1004 characters\) = None"),
         (Scored, "turns", r"score\(\) gave 3 turn_rewards for \d sampled turns"),
         (Scored, "tokens", r"score\(\) gave 0 token_rewards for \d+ sampled tokens"),
         (Scored, "both", r"score\(\) gave turn_rewards and token_rewards; give one of them"),
@@ -350,6 +355,7 @@ def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: 
         (Tasks, "dict", r"make_task\(\) must return a Task, got \{'prompt': 'x'\}"),
         (Runs, "unwritten", r"run\(\) raised DataError: .*`tool_calls`, which the chat template .* not write"),
         (Runs, "list", r"run\(\) raised AttributeError: property 'token_ids' of 'Session' object has no setter"),
+        (Runs, "flag", r"session.truncated = 1 \(int\), expected True or False: convert it by bool\(\)"),
         (Runs, "gather", r"run\(\) raised RuntimeError: sample\(\) while a sample\(\) of the same session goes on"),
         (Runs, "text", r"RuntimeError: append_text\(\) while a sample\(\)"),
         (Runs, "messages", r"RuntimeError: append_messages\(\) while a sample\(\)"),
@@ -374,7 +380,7 @@ def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: 
 def test_a_mistake_is_one_line(tmp_path: Path, kind: type[Environment], what: str, said: str) -> None:
     """Where the run ends by it, and where the group is dropped: what was raised is shown in both."""
     is_raised = kind is Raises or r"run\(\) raised" in said
-    on_error = "drop" if is_raised or what in ("surrogate", "huge", "leave") else "stop"
+    on_error = "drop" if is_raised or what in ("surrogate", "huge", "leave", "flag") else "stop"
     with pytest.raises(EnvironmentFailure, match=said) as caught:
         run(tmp_path, kind, args={"what": what}, on_error=on_error)
     if what == "exit in init":
