@@ -22,7 +22,7 @@ import xxhash
 
 from holdfast.config.load import to_toml
 from holdfast.config.training import TrainingCommand
-from holdfast.errors import ConfigError, NodeLost, ProcessDied
+from holdfast.errors import ConfigError, NodeLost, ProcessDied, RunDirError
 from holdfast.launcher.rendezvous import Rendezvous, free_port
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.resume.config_diff import compare_settings
@@ -281,23 +281,35 @@ class NodeGroup:
         if (reason := head.refused.get(number)) is not None:
             raise ConfigError(reason)
         if number in head.gone:
-            self._rendezvous.rejoin()  # it was frozen, for instance
+            self._rendezvous.rejoin(number)  # it was frozen, for instance
             return False
         is_away = not self._rendezvous.was_there or self._rendezvous.silent_s() > self._silent_s
         self._missing_since = (self._missing_since or awake_s()) if is_away else None
         self._update(knows=head.turn)
         if head.attempt <= self._status.attempt or number not in head.ranks or head.broken:
+            self._unseen_since = None  # the next attempt has a wait of its own
             return False
-        path = self._run_dir.configs(head.attempt) / f"{self._name}.toml"
-        if atomic.is_visible(path):
-            self._unseen_since = None
+        if not (unseen := self._why_unseen(head)):
             return True
         self._unseen_since = self._unseen_since or awake_s()
         if awake_s() - self._unseen_since > self._visible_s:
-            raise ConfigError(
-                f"{path}, which {head.host} has written, is not on this node: all nodes must share the output directory"
-            )
+            raise ConfigError(f"{unseen}: all nodes must share the output directory")
         return False
+
+    def _why_unseen(self, head: HeadState) -> str:
+        """Return why this node does not see what the head node has written; empty if it does."""
+        identity = self._run_dir.path / "run.json"
+        for path in (self._run_dir.configs(head.attempt) / f"{self._name}.toml", identity):
+            if not atomic.is_visible(path):
+                return f"{path}, which {head.host} has written, is not on this node"
+        try:
+            found = self._run_dir.run_id()
+        except (OSError, RunDirError) as error:
+            return f"{identity}, which {head.host} has written, cannot be read on this node ({error})"
+        # Another directory may hold an earlier run with an attempt of this number.
+        if found != head.run_id:
+            return f"{self._run_dir.path} holds run {found} on this node, and run {head.run_id} on {head.host}"
+        return ""
 
     def _wait_no_longer_than_allowed(self) -> None:
         since, timeout_s = self._missing_since, self._parallel.rdzv_timeout_s

@@ -163,7 +163,7 @@ class Rendezvous:
         self._forgotten: set[int] = set()
         self._contact_s = awake_s()
         self._was_there = False
-        self._rejoins = False
+        self._lost_number = 0
         self._ended = threading.Event()
         self._store = _open_store(address, must_host=hosts) if hosts is not False else None
         self.is_host = self._store is not None
@@ -203,9 +203,9 @@ class Rendezvous:
             self._forgotten.add(number)
             self._nodes.pop(number, None)
 
-    def rejoin(self) -> None:
-        """At another node: join again, under another number."""
-        self._rejoins = True
+    def rejoin(self, number: int) -> None:
+        """At another node: join again, under another number, unless that has happened since it had this `number`."""
+        self._lost_number = number
 
     def silent_s(self) -> float:
         """Return the seconds since the last message of the host."""
@@ -226,8 +226,8 @@ class Rendezvous:
     def _run(self) -> None:
         while not self._ended.wait(_PERIOD_S):
             try:
-                if self._rejoins:
-                    self._rejoins, self._store = False, None
+                if not self.is_host and self.number == self._lost_number:
+                    self._store = None
                 store = self._store or self._join()
                 if store is not None:
                     self._take_turn(store)
@@ -248,6 +248,7 @@ class Rendezvous:
         store.set(f"holdfast/registration/{number}", self._register().decode())
         with self._lock:
             self._from_head = b""  # of a host that was there before
+        self._lost_number = 0  # the numbers of a new host begin again
         self._store, self.number = store, number
         return store
 

@@ -23,6 +23,7 @@ from holdfast.launcher import node_group
 from holdfast.launcher.node_group import NodeGroup, NodePart
 from holdfast.launcher.rendezvous import Rendezvous, free_port
 from holdfast.launcher.resume.attempt import Attempt
+from holdfast.process.heartbeat import awake_s
 from holdfast.run.lock import Holder
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, meeting_point, node_rank
@@ -70,11 +71,15 @@ class Nodes:
         assert self.gather(leader).result(HANG_S) is None
         if not self.run_dir.holds_run():
             self.run_dir.create()
-        self.run_dir.configs(number).mkdir(parents=True)
-        (self.run_dir.configs(number) / "sft.toml").touch()
+        self.settings(number)
         part = leader.begin(Attempt(self.run_dir, number, None if number == 1 else number))
         assert joining.result(HANG_S) is None
         return part, other.join()
+
+    def settings(self, number: int) -> None:
+        """Write the file that the head node writes for attempt `number`."""
+        self.run_dir.configs(number).mkdir(parents=True)
+        (self.run_dir.configs(number) / "sft.toml").touch()
 
     def end(self) -> None:
         self._is_over = True
@@ -190,14 +195,49 @@ def test_a_node_that_cannot_be_understood_is_refused(nodes: Nodes, capsys: pytes
     stranger.end()
 
 
-def test_a_directory_that_one_node_does_not_see_is_refused(nodes: Nodes) -> None:
+@pytest.mark.parametrize("is_another", [False, True])
+def test_a_directory_that_one_node_does_not_see_is_refused(nodes: Nodes, is_another: bool) -> None:
     leader, other = nodes.group(), nodes.group(visible_s=0.1)
     joining = nodes.gather(other)
     assert nodes.gather(leader).result(HANG_S) is None
     nodes.run_dir.create()
     leader.begin(Attempt(nodes.run_dir, 1, None))
-    with pytest.raises(ConfigError, match="is not on this node: all nodes must share the output directory"):
+    says = "attempt_1/sft.toml, which .* has written, is not on this node"
+    if is_another:  # on this node the same path holds an earlier run, which has an attempt of this number
+        (nodes.run_dir.path / "run.json").unlink()
+        nodes.run_dir.create()
+        nodes.settings(1)
+        says = f"holds run {nodes.run_dir.run_id()} on this node, and run {leader._run_id} on "
+    with pytest.raises(ConfigError, match=f"{says}.*: all nodes must share the output directory"):
         joining.result(HANG_S)
+
+
+def test_the_wait_for_the_directory_begins_anew_with_each_attempt(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group()
+    begin = awake_s()
+    other._unseen_since = begin - 2 * HANG_S  # of an attempt that ended before its settings were seen
+    joining = nodes.gather(other)
+    assert nodes.gather(leader).result(HANG_S) is None
+    nodes.run_dir.create()
+    leader.begin(Attempt(nodes.run_dir, 1, None))
+    until(lambda: joining.done() or (other._unseen_since is not None and other._unseen_since > begin))
+    nodes.settings(1)
+    assert joining.result(HANG_S) is None
+
+
+def test_a_lost_node_that_asks_twice_comes_again_once(nodes: Nodes) -> None:
+    nodes.group()
+    node = Rendezvous(("localhost", nodes.port), lambda: b"{}", hosts=False)
+    until(lambda: node.number > 0)
+    first = node.number
+    node.rejoin(first)
+    until(lambda: node.number > first)
+    second = node.number
+    node.rejoin(first)
+    turn = node.send(b"{}")
+    until(lambda: node.has_sent(turn))
+    assert node.number == second
+    node.end()
 
 
 def test_nodes_wait_for_one_another_no_longer_than_is_set(nodes: Nodes) -> None:
@@ -302,8 +342,7 @@ def test_a_leader_that_is_lost_and_comes_back_goes_on_with_the_run(nodes: Nodes)
     assert again.is_head
     assert nodes.gather(again).result(HANG_S) is None
     assert again.is_rejoined()
-    nodes.run_dir.configs(2).mkdir()
-    (nodes.run_dir.configs(2) / "sft.toml").touch()
+    nodes.settings(2)
     again.begin(Attempt(nodes.run_dir, 2, 2))
     assert waiting.result(HANG_S) is None and other.join().attempt == 2
 
