@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.config.training import TrainingCommand
+from holdfast.config.training import TrainingCommand, host_and_port
 from holdfast.errors import ConfigError
 from holdfast.process.heartbeat import awake_s
 
@@ -64,6 +64,8 @@ def with_outer_nodes(config: T, environment: Mapping[str, str]) -> tuple[T, int 
                 f"parallel.nodes = {parallel.nodes}, and {outer.name} starts this command on {outer.nodes} nodes: "
                 "leave the setting out, or give that number."
             )
+        if parallel.rdzv_endpoint is None:
+            _check_endpoint(outer)
         update = {"nodes": outer.nodes, "rdzv_endpoint": parallel.rdzv_endpoint or outer.endpoint}
         # A given address decides which node is the head.
         rank = None if config.parallel.rdzv_endpoint is not None else outer.rank
@@ -81,11 +83,21 @@ def with_outer_nodes(config: T, environment: Mapping[str, str]) -> tuple[T, int 
     return config, None
 
 
+def _check_endpoint(outer: Outer) -> None:
+    try:
+        host_and_port(outer.endpoint)
+    except ValueError as error:
+        raise ConfigError(
+            f"the address that {outer.name} gives its nodes {error}. Correct MASTER_ADDR and MASTER_PORT, or set "
+            "--parallel.rdzv-endpoint HOST:PORT."
+        ) from None
+
+
 def outer_nodes(environment: Mapping[str, str]) -> Outer | None:
     """Return what an outer launcher says, if this command was started by one.
 
     Raises:
-        ConfigError: it starts several processes on a node, or a variable of it is missing or not a number.
+        ConfigError: it starts several processes on a node, or a variable of it is missing, not a number or too large.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         name = "torchrun"
@@ -113,6 +125,9 @@ def outer_nodes(environment: Mapping[str, str]) -> Outer | None:
             f"{name} starts several processes on a node, and this command starts its ranks itself: start one per node "
             "(torchrun --nproc-per-node 1, srun --ntasks-per-node 1), with --parallel.num-ranks."
         )
+    if rank >= max(1, nodes):
+        raise ConfigError(f"{name} gives this node the rank {rank}, but the ranks of {nodes} nodes end at {nodes - 1}")
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return Outer(name, nodes, f"{host}:{port}", rank)
 
 

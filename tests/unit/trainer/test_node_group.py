@@ -472,7 +472,8 @@ def test_where_nodes_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str, place:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1", "http://head", "me@head:1"]
+    "endpoint",
+    ["", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1", "http://head", "me@head:1", "[fd00::1"],
 )
 def test_what_is_no_place_to_meet_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
