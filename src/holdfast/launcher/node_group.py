@@ -209,6 +209,7 @@ class NodeGroup:
         self._missing_since: float | None = None
         self._told = ""
         self._unseen_since: float | None = None
+        self._begun: tuple[HeadState, int] | None = None
         self._head = HeadState(self._registration().name)
         self._refused: dict[int, str] = {}
         self._matching: set[int] = set()
@@ -290,6 +291,7 @@ class NodeGroup:
             self._unseen_since = None  # the next attempt has a wait of its own
             return False
         if not (unseen := self._why_unseen(head)):
+            self._begun = head, head.ranks[number]
             return True
         self._unseen_since = self._unseen_since or awake_s()
         if awake_s() - self._unseen_since > self._visible_s:
@@ -368,9 +370,11 @@ class NodeGroup:
 
     def join(self) -> NodePart:
         """At another node: return its part in the attempt."""
-        head = self._head_now()
+        # As `gather` has seen it: the connection may have broken since.
+        assert self._begun is not None
+        head, rank = self._begun
         self._run_id = head.run_id
-        return self._take_part(head, rank=head.ranks[self._rendezvous.number])
+        return self._take_part(head, rank=rank)
 
     def _take_part(self, head: HeadState, *, rank: int) -> NodePart:
         self._update(attempt=head.attempt, runs=True, died="")

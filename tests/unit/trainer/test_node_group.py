@@ -18,8 +18,9 @@ from torch.distributed import TCPStore
 
 from holdfast.config import SftConfig
 from holdfast.config.training import ParallelConfig, SftOptimConfig
-from holdfast.errors import ConfigError, NodeLost, ProcessDied
+from holdfast.errors import ConfigError, NodeLost, ProcessDied, RunDirError
 from holdfast.launcher import node_group
+from holdfast.launcher.launch import launch_on_nodes, plan_on_node
 from holdfast.launcher.node_group import NodeGroup, NodePart
 from holdfast.launcher.rendezvous import Rendezvous, free_port
 from holdfast.launcher.resume.attempt import Attempt
@@ -28,6 +29,7 @@ from holdfast.run.lock import Holder
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, meeting_point, node_rank
 from holdfast.trainer.stop import StopRequest
+from tests.faults.disks import Disk
 from tests.runs.processes import HANG_S
 
 PAUSE_S = 0.02
@@ -212,6 +214,21 @@ def test_a_directory_that_one_node_does_not_see_is_refused(nodes: Nodes, is_anot
         joining.result(HANG_S)
 
 
+def test_a_node_that_cannot_write_is_refused(nodes: Nodes, tmp_path: Path) -> None:
+    (place := tmp_path / "disk").mkdir()
+    with Disk(f"mount -t tmpfs -o ro none {place}") as disk:
+        if disk.problem:
+            pytest.skip(disk.problem)
+        parallel = ParallelConfig(nodes=2, rdzv_endpoint=f"localhost:{nodes.port}", rdzv_timeout_s=0.2)
+        config = SftConfig(parallel=parallel, output_dir=disk.view(place))
+        with pytest.raises(RunDirError, match="cannot be written: Read-only"):
+            launch_on_nodes(config, rank=1, environment={})
+        leader, other = nodes.group(), nodes.group()
+        nodes.begin(leader, other)
+        with pytest.raises(RunDirError, match="cannot be written: Read-only"):  # made by the head node meanwhile
+            plan_on_node(config, other, {})
+
+
 def test_the_wait_for_the_directory_begins_anew_with_each_attempt(nodes: Nodes) -> None:
     leader, other = nodes.group(), nodes.group()
     begin = awake_s()
@@ -344,7 +361,10 @@ def test_a_leader_that_is_lost_and_comes_back_goes_on_with_the_run(nodes: Nodes)
     assert again.is_rejoined()
     nodes.settings(2)
     again.begin(Attempt(nodes.run_dir, 2, 2))
-    assert waiting.result(HANG_S) is None and other.join().attempt == 2
+    assert waiting.result(HANG_S) is None
+    again._rendezvous.end()
+    until(lambda: other._rendezvous.number < 0)  # the connection breaks before it takes part
+    assert other.join().attempt == 2
 
 
 def test_a_new_run_goes_on_with_nothing(nodes: Nodes) -> None:
