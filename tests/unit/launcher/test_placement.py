@@ -143,6 +143,18 @@ def test_a_training_program_has_the_machine_for_itself() -> None:
     assert place_training(ParallelConfig(device="cpu"), too_old).trainer == ()
 
 
+def test_more_processes_than_the_cores_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.launcher.devices.available_cores", lambda: 2)
+    on_cpu = machine(0, engine="cpu")
+    says = "processes on the CPU, and at most 32 are allowed here: 16 for each of the 2 cores"
+    with pytest.raises(ConfigError, match=f"parallel.num_ranks = 33 {says}"):
+        place_training(ParallelConfig(num_ranks=33), on_cpu)
+    assert f"trainer.parallel.num_ranks = 100000 {says}" in refusal(ranks(100_000), on_cpu)
+    assert f"inference.engines = 33 {says}" in refusal({"inference": {"engines": 33}}, on_cpu)
+    assert placed({**ranks(32), "inference": {"engines": 32}}, on_cpu) == Placement()
+    assert len(place_training(ParallelConfig(num_ranks=33), machine(64)).trainer) == 33
+
+
 def test_an_engine_by_itself_gets_the_first_ones() -> None:
     split = InferenceConfig.model_validate({"engine": {"tensor_parallel_size": 2}})
     assert [gpu.name for gpu in inference_gpus(split, machine(8))] == ["0", "1"]
