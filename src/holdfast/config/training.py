@@ -194,7 +194,8 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{endpoint}")
         host, port = parts.hostname, parts.port
-    except ValueError:  # no number, one that no port has, or half a bracket
+        (host or "").encode("idna")
+    except ValueError:  # no number, one that no port has, half a bracket, or a name that no host has
         parts = host = port = None
     is_plain = parts is not None and parts.netloc == endpoint and not re.search(r"[\s@]|:$", endpoint)
     if not (host and is_plain) or port == 0:

@@ -492,7 +492,9 @@ class NodeGroup:
         """At the head node: the nodes that are lost, by number, and why."""
         others = self._rendezvous.others()
         gone = {}
-        for number, (node, _) in present.items():
+        for number, (node, status) in present.items():
+            if status.is_finished and self._status.runs:  # its command ends before the trainer here
+                continue
             silent_s = others[number][2]
             if silent_s > self._silent_s:
                 gone[number] = f"node {node.name} has not been heard for {silent_s:.0f} s"

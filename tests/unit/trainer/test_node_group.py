@@ -309,6 +309,16 @@ def test_who_was_taken_for_lost_ends_its_trainer_and_comes_again(nodes: Nodes) -
     nodes.begin(_ended(leader), _ended(other), number=2)
 
 
+def test_a_node_that_has_finished_is_not_lost(nodes: Nodes) -> None:
+    leader, other = nodes.group(silent_s=0.2), nodes.group()
+    nodes.begin(leader, other)
+    number = other._rendezvous.number
+    assert other.leave(0) == 0
+    until(lambda: leader._rendezvous.others()[number][2] > 0.2)
+    assert leader.stop_order() is None
+    assert leader.leave(0) == 0
+
+
 def test_a_command_that_was_killed_is_noticed_by_its_process(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     leader = nodes.group()
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -493,7 +503,19 @@ def test_where_nodes_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str, place:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1", "http://head", "me@head:1", "[fd00::1"],
+    [
+        "",
+        ":29500",
+        "head:",
+        "head:x",
+        "head:0",
+        "head:70000",
+        "a b:1",
+        "http://head",
+        "me@head:1",
+        "[fd00::1",
+        "a..b:1",
+    ],
 )
 def test_what_is_no_place_to_meet_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
