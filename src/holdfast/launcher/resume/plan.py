@@ -95,6 +95,8 @@ def prepare(
     if again:
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
+    if (run_dir.path / "config" / "evaluate.toml").exists():
+        raise RunDirError(f"{run_dir.path} holds an evaluation: choose another directory with --output-dir.")
     if ckpt.dir is None and not run_dir.path.exists() and ckpt.resume_step != "auto":
         resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the lock makes the directory
     if not (dry_run or again or is_locked):  # then this process holds the lock
@@ -154,8 +156,6 @@ def _goes_on(run_dir: RunDir, trainer: TrainingCommand, sections: Mapping[str, C
     """Whether the same command continues what is in `run_dir`; raise `RunDirError` if it must not."""
     if not (run_dir.holds_run() or run_dir.entries()):
         return False
-    if (run_dir.path / "config" / "evaluate.toml").exists():
-        raise RunDirError(f"{run_dir.path} holds an evaluation: choose another directory with --output-dir.")
     source = trainer.ckpt.resume_dir if trainer.ckpt else None
     if source is not None and run_dir.has_work() and run_dir.forked_from() != str(source.resolve()):
         raise RunDirError(
