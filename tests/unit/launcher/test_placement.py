@@ -143,14 +143,18 @@ def test_a_training_program_has_the_machine_for_itself() -> None:
     assert place_training(ParallelConfig(device="cpu"), too_old).trainer == ()
 
 
-def test_more_processes_than_the_cores_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_or_threads_than_the_cores_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.launcher.devices.available_cores", lambda: 2)
-    on_cpu = machine(0, engine="cpu")
-    says = "processes on the CPU, and at most 32 are allowed here: 16 for each of the 2 cores"
-    with pytest.raises(ConfigError, match=f"parallel.num_ranks = 33 {says}"):
-        place_training(ParallelConfig(num_ranks=33), on_cpu)
-    assert f"trainer.parallel.num_ranks = 100000 {says}" in refusal(ranks(100_000), on_cpu)
-    assert f"inference.engines = 33 {says}" in refusal({"inference": {"engines": 33}}, on_cpu)
+    on_cpu, says = machine(0, engine="cpu"), ": at most 32 are allowed on this CPU, 16 for each of the 2 cores"
+    for key in ("num_ranks", "threads"):
+        with pytest.raises(ConfigError, match=f"parallel.{key} = 33{says}"):
+            place_training(ParallelConfig.model_validate({key: 33}), on_cpu)
+        parallel = {"trainer": {"parallel": {key: 100_000}}}
+        assert f"trainer.parallel.{key} = 100000{says}" in refusal(parallel, on_cpu)
+    with pytest.raises(ConfigError, match=f"engine.threads = 33{says}"):
+        inference_gpus(InferenceConfig.model_validate({"engine": {"threads": 33}}), on_cpu)
+    for key, inference in (("engines", {"engines": 33}), ("engine.threads", {"engine": {"threads": 33}})):
+        assert f"inference.{key} = 33{says}" in refusal({"inference": inference}, on_cpu)
     assert placed({**ranks(32), "inference": {"engines": 32}}, on_cpu) == Placement()
     assert len(place_training(ParallelConfig(num_ranks=33), machine(64)).trainer) == 33
 
