@@ -92,6 +92,7 @@ def straight_on_two(model: Path, sft_data: Path, tmp_path_factory: pytest.TempPa
     output = tmp_path_factory.mktemp("straight") / "run"
     run = shared_commands().sft(output, model, sft_data, *FLAGS, "--ckpt", ranks=2).wait()
     assert run.code == 0, run.log
+    assert run.log.count("loading model") == 1, "the first rank shows the phases of all"
     return output
 
 

@@ -175,28 +175,29 @@ class ParallelConfig(Section):
     def rendezvous(self) -> tuple[str, int]:
         """Host and port of `rdzv_endpoint`, which is set."""
         assert self.rdzv_endpoint is not None
-        return _host_and_port(self.rdzv_endpoint)
+        return host_and_port(self.rdzv_endpoint)
 
     @field_validator("rdzv_endpoint")
     @classmethod
     def _is_an_address(cls, value: str | None) -> str | None:
         if value is not None:
-            _host_and_port(value)
+            host_and_port(value)
         return value
 
 
-def _host_and_port(endpoint: str) -> tuple[str, int]:
+def host_and_port(endpoint: str) -> tuple[str, int]:
     """Split HOST, HOST:PORT or [IPv6]:PORT.
 
     Raises:
         ValueError: it is none of these.
     """
-    parts = urlsplit(f"//{endpoint}")
-    is_plain = parts.netloc == endpoint and not re.search(r"[\s@]|:$", endpoint)
     try:
+        parts = urlsplit(f"//{endpoint}")
         host, port = parts.hostname, parts.port
-    except ValueError:  # no number, or one that no port has
-        host = port = None
+        (host or "").encode("idna")
+    except ValueError:  # no number, one that no port has, half a bracket, or a name that no host has
+        parts = host = port = None
+    is_plain = parts is not None and parts.netloc == endpoint and not re.search(r"[\s@]|:$", endpoint)
     if not (host and is_plain) or port == 0:
         raise ValueError(f"should be HOST:PORT or HOST, such as head:{_RDZV_PORT}, got '{endpoint}'")
     return host, port or _RDZV_PORT

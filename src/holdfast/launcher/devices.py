@@ -18,6 +18,7 @@ from holdfast.config.rl import RlConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, process_name
+from holdfast.process.child import available_cores
 from holdfast.process.gpus import (
     INSTALL_CPU,
     INSTALL_GPU,
@@ -37,6 +38,7 @@ from holdfast.run.settings import read_settings
 _NO_GPU = f"the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: {INSTALL_CPU}"
 # Arguments of vLLM that multiply the GPUs of one engine.
 _SPLITTING = ("pipeline-parallel-size", "data-parallel-size")
+_MOST_PER_CORE = 16  # processes or threads of one kind on the CPU: more only fill the memory
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "para
 def place_training(parallel: ParallelConfig, machine: Machine) -> Placement:
     """Return the GPUs of a trainer without engines; raise `ConfigError` if there are fewer than ranks."""
     gpus = trainer_gpus(parallel, machine)
+    _check_cores(parallel.threads, key="parallel.threads")
     if not gpus:
+        _check_cores(parallel.ranks, key="parallel.num_ranks")
         return Placement(hides_gpus=bool(machine.inventory.gpus))
     wanted = parallel.num_ranks or len(gpus)
     if wanted > len(gpus):
@@ -120,6 +124,10 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     if starts_inference and config.cluster is None:
         check_build(config.inference, machine, key="inference.engine.device")
     samples = starts_inference and machine.engine_device == "cuda"
+    if config.cluster is None:  # which checks its own nodes
+        _check_cores(None if trains else config.trainer.parallel.ranks, key="trainer.parallel.num_ranks")
+        _check_cores(config.trainer.parallel.threads, key="trainer.parallel.threads")
+        _check_cores(config.inference.engine.threads, key="inference.engine.threads")
     if samples and not gpus:
         raise ConfigError(_NO_GPU)
     size = gpus_per_engine(config.inference)
@@ -134,10 +142,21 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     return Placement(gpus[:of_trainer], engines, hides_gpus=bool(gpus))
 
 
+def _check_cores(count: int | None, *, key: str) -> None:
+    """Refuse more processes on the CPU, or threads of a process, than the cores here can take."""
+    cores = available_cores()
+    if count is not None and count > (most := _MOST_PER_CORE * cores):
+        raise ConfigError(
+            f"{key} = {count}: at most {most} are allowed on this CPU, {_MOST_PER_CORE} for each of the {cores} cores "
+            "that this process may use. Lower it."
+        )
+
+
 def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]:
     """Return the GPUs of an inference server by itself: the first ones; raise `ConfigError` if too few."""
     gpus, size = machine.inventory.gpus, gpus_per_engine(config)
     check_build(config, machine, key="engine.device")
+    _check_cores(config.engine.threads, key="engine.threads")
     if machine.engine_device == "cpu":
         return ()
     if not gpus:
@@ -182,9 +201,12 @@ def check_build(config: InferenceConfig, machine: Machine, *, key: str) -> None:
 def with_engines(config: RlConfig, machine: Machine) -> RlConfig:
     """Return `config` with engines for the GPUs that the trainer leaves, or for half of all.
 
-    Engines or servers that the user names stay, and engines on the CPU.
+    Engines or servers that the user names stay, and engines on the CPU, which may be more than its cores can take: then
+    raise `ConfigError`.
     """
     inference, parallel = config.inference, config.trainer.parallel
+    if machine.engine_device == "cpu":
+        _check_cores(inference.engines, key="inference.engines")
     is_said = "engines" in inference.model_fields_set or "urls" in config.orchestrator.client.model_fields_set
     if is_said or machine.engine_device == "cpu" or config.orchestrator.is_sampled_by_teacher:
         return config

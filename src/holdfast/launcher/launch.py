@@ -141,6 +141,7 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
         rank: of this node, from an outer launcher; None: the head is the host of `parallel.rdzv_endpoint`.
         environment: variables of the trainer.
     """
+    RunDir(config.output_dir).require_writable()  # before the head node changes anything
     group = NodeGroup(config, process_name(config), rank=rank)
     code, said = 1, ""
     try:
@@ -188,6 +189,7 @@ def plan_on_node(
         part = group.begin(attempt)
     else:
         part = group.join()
+        run_dir.require_writable()
         attempt = Attempt(run_dir, part.attempt, part.resume_step)
         resumed = with_resume(config, attempt.resume_step)
         path = run_dir.configs(part.attempt) / f"{process_name(config)}.toml"

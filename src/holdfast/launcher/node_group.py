@@ -22,7 +22,7 @@ import xxhash
 
 from holdfast.config.load import to_toml
 from holdfast.config.training import TrainingCommand
-from holdfast.errors import ConfigError, NodeLost, ProcessDied
+from holdfast.errors import ConfigError, NodeLost, ProcessDied, RunDirError
 from holdfast.launcher.rendezvous import Rendezvous, free_port
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.resume.config_diff import compare_settings
@@ -209,6 +209,7 @@ class NodeGroup:
         self._missing_since: float | None = None
         self._told = ""
         self._unseen_since: float | None = None
+        self._begun: tuple[HeadState, int] | None = None
         self._head = HeadState(self._registration().name)
         self._refused: dict[int, str] = {}
         self._matching: set[int] = set()
@@ -281,23 +282,36 @@ class NodeGroup:
         if (reason := head.refused.get(number)) is not None:
             raise ConfigError(reason)
         if number in head.gone:
-            self._rendezvous.rejoin()  # it was frozen, for instance
+            self._rendezvous.rejoin(number)  # it was frozen, for instance
             return False
         is_away = not self._rendezvous.was_there or self._rendezvous.silent_s() > self._silent_s
         self._missing_since = (self._missing_since or awake_s()) if is_away else None
         self._update(knows=head.turn)
         if head.attempt <= self._status.attempt or number not in head.ranks or head.broken:
+            self._unseen_since = None  # the next attempt has a wait of its own
             return False
-        path = self._run_dir.configs(head.attempt) / f"{self._name}.toml"
-        if atomic.is_visible(path):
-            self._unseen_since = None
+        if not (unseen := self._why_unseen(head)):
+            self._begun = head, head.ranks[number]
             return True
         self._unseen_since = self._unseen_since or awake_s()
         if awake_s() - self._unseen_since > self._visible_s:
-            raise ConfigError(
-                f"{path}, which {head.host} has written, is not on this node: all nodes must share the output directory"
-            )
+            raise ConfigError(f"{unseen}: all nodes must share the output directory")
         return False
+
+    def _why_unseen(self, head: HeadState) -> str:
+        """Return why this node does not see what the head node has written; empty if it does."""
+        identity = self._run_dir.path / "run.json"
+        for path in (self._run_dir.configs(head.attempt) / f"{self._name}.toml", identity):
+            if not atomic.is_visible(path):
+                return f"{path}, which {head.host} has written, is not on this node"
+        try:
+            found = self._run_dir.run_id()
+        except (OSError, RunDirError) as error:
+            return f"{identity}, which {head.host} has written, cannot be read on this node ({error})"
+        # Another directory may hold an earlier run with an attempt of this number.
+        if found != head.run_id:
+            return f"{self._run_dir.path} holds run {found} on this node, and run {head.run_id} on {head.host}"
+        return ""
 
     def _wait_no_longer_than_allowed(self) -> None:
         since, timeout_s = self._missing_since, self._parallel.rdzv_timeout_s
@@ -356,9 +370,11 @@ class NodeGroup:
 
     def join(self) -> NodePart:
         """At another node: return its part in the attempt."""
-        head = self._head_now()
+        # As `gather` has seen it: the connection may have broken since.
+        assert self._begun is not None
+        head, rank = self._begun
         self._run_id = head.run_id
-        return self._take_part(head, rank=head.ranks[self._rendezvous.number])
+        return self._take_part(head, rank=rank)
 
     def _take_part(self, head: HeadState, *, rank: int) -> NodePart:
         self._update(attempt=head.attempt, runs=True, died="")
@@ -476,7 +492,9 @@ class NodeGroup:
         """At the head node: the nodes that are lost, by number, and why."""
         others = self._rendezvous.others()
         gone = {}
-        for number, (node, _) in present.items():
+        for number, (node, status) in present.items():
+            if status.is_finished and self._status.runs:  # its command ends before the trainer here
+                continue
             silent_s = others[number][2]
             if silent_s > self._silent_s:
                 gone[number] = f"node {node.name} has not been heard for {silent_s:.0f} s"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.config.training import TrainingCommand
+from holdfast.config.training import TrainingCommand, host_and_port
 from holdfast.errors import ConfigError
 from holdfast.process.heartbeat import awake_s
 
@@ -64,6 +64,8 @@ def with_outer_nodes(config: T, environment: Mapping[str, str]) -> tuple[T, int 
                 f"parallel.nodes = {parallel.nodes}, and {outer.name} starts this command on {outer.nodes} nodes: "
                 "leave the setting out, or give that number."
             )
+        if parallel.rdzv_endpoint is None:
+            _check_endpoint(outer)
         update = {"nodes": outer.nodes, "rdzv_endpoint": parallel.rdzv_endpoint or outer.endpoint}
         # A given address decides which node is the head.
         rank = None if config.parallel.rdzv_endpoint is not None else outer.rank
@@ -81,11 +83,21 @@ def with_outer_nodes(config: T, environment: Mapping[str, str]) -> tuple[T, int 
     return config, None
 
 
+def _check_endpoint(outer: Outer) -> None:
+    try:
+        host_and_port(outer.endpoint)
+    except ValueError as error:
+        raise ConfigError(
+            f"the address that {outer.name} gives its nodes {error}. Correct MASTER_ADDR and MASTER_PORT, or set "
+            "--parallel.rdzv-endpoint HOST:PORT."
+        ) from None
+
+
 def outer_nodes(environment: Mapping[str, str]) -> Outer | None:
     """Return what an outer launcher says, if this command was started by one.
 
     Raises:
-        ConfigError: it starts several processes on a node, or a variable of it is missing or not a number.
+        ConfigError: it starts several processes on a node, or a variable of it is missing, not a number or too large.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         name = "torchrun"
@@ -113,6 +125,9 @@ def outer_nodes(environment: Mapping[str, str]) -> Outer | None:
             f"{name} starts several processes on a node, and this command starts its ranks itself: start one per node "
             "(torchrun --nproc-per-node 1, srun --ntasks-per-node 1), with --parallel.num-ranks."
         )
+    if rank >= max(1, nodes):
+        raise ConfigError(f"{name} gives this node the rank {rank}, but the ranks of {nodes} nodes end at {nodes - 1}")
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return Outer(name, nodes, f"{host}:{port}", rank)
 
 
@@ -163,7 +178,7 @@ class Rendezvous:
         self._forgotten: set[int] = set()
         self._contact_s = awake_s()
         self._was_there = False
-        self._rejoins = False
+        self._lost_number = 0
         self._ended = threading.Event()
         self._store = _open_store(address, must_host=hosts) if hosts is not False else None
         self.is_host = self._store is not None
@@ -203,9 +218,9 @@ class Rendezvous:
             self._forgotten.add(number)
             self._nodes.pop(number, None)
 
-    def rejoin(self) -> None:
-        """At another node: join again, under another number."""
-        self._rejoins = True
+    def rejoin(self, number: int) -> None:
+        """At another node: join again, under another number, unless that has happened since it had this `number`."""
+        self._lost_number = number
 
     def silent_s(self) -> float:
         """Return the seconds since the last message of the host."""
@@ -226,8 +241,8 @@ class Rendezvous:
     def _run(self) -> None:
         while not self._ended.wait(_PERIOD_S):
             try:
-                if self._rejoins:
-                    self._rejoins, self._store = False, None
+                if not self.is_host and self.number == self._lost_number:
+                    self._store = None
                 store = self._store or self._join()
                 if store is not None:
                     self._take_turn(store)
@@ -248,6 +263,7 @@ class Rendezvous:
         store.set(f"holdfast/registration/{number}", self._register().decode())
         with self._lock:
             self._from_head = b""  # of a host that was there before
+        self._lost_number = 0  # the numbers of a new host begin again
         self._store, self.number = store, number
         return store
 

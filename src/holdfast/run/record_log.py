@@ -104,11 +104,6 @@ class RecordLog:
         self._thread = threading.Thread(target=self._sync_until_closed, name=f"sync {path.name}", daemon=True)
         self._thread.start()
 
-    @property
-    def durable_bytes(self) -> int:
-        """How much of the file a power cut leaves whole."""
-        return self._durable_bytes
-
     def append(self, payload: bytes) -> None:
         """Write one record into the page cache, without waiting for the disk. Raise OSError if it cannot be
         written, or an earlier record could not be made durable."""

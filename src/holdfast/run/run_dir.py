@@ -324,7 +324,7 @@ class RunDir:
             probe = atomic.temporary_sibling(directory / "probe")
             try:
                 probe.touch()
-                probe.unlink()
+                probe.unlink(missing_ok=True)  # a start beside this one may clear it away
             except OSError as error:
                 raise RunDirError(
                     f"{directory} cannot be written: {error.strerror}. Mend that, or choose another directory with "

@@ -45,7 +45,7 @@ from holdfast.process.child import (
     set_thread_environment,
     set_up_logging,
 )
-from holdfast.process.events import report
+from holdfast.process.events import EVENTS_ENV, report
 from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.process.heartbeat import awake_s, does, start_heartbeat
 from holdfast.process.imports import protect_children
@@ -172,6 +172,8 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     # Ctrl-C reaches the whole process group; `parent` stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging("trainer")
+    if os.environ["LOCAL_RANK"] != "0":
+        os.environ.pop(EVENTS_ENV, None)  # the first rank of a node shows the phases of all
     heartbeat = start_heartbeat(f"_rank_{os.environ['RANK']}")
     config = read_toml(program_config(program), config_path)
     if config.ckpt is not None:

@@ -143,6 +143,22 @@ def test_a_training_program_has_the_machine_for_itself() -> None:
     assert place_training(ParallelConfig(device="cpu"), too_old).trainer == ()
 
 
+def test_more_processes_or_threads_than_the_cores_can_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.launcher.devices.available_cores", lambda: 2)
+    on_cpu, says = machine(0, engine="cpu"), ": at most 32 are allowed on this CPU, 16 for each of the 2 cores"
+    for key in ("num_ranks", "threads"):
+        with pytest.raises(ConfigError, match=f"parallel.{key} = 33{says}"):
+            place_training(ParallelConfig.model_validate({key: 33}), on_cpu)
+        parallel = {"trainer": {"parallel": {key: 100_000}}}
+        assert f"trainer.parallel.{key} = 100000{says}" in refusal(parallel, on_cpu)
+    with pytest.raises(ConfigError, match=f"engine.threads = 33{says}"):
+        inference_gpus(InferenceConfig.model_validate({"engine": {"threads": 33}}), on_cpu)
+    for key, inference in (("engines", {"engines": 33}), ("engine.threads", {"engine": {"threads": 33}})):
+        assert f"inference.{key} = 33{says}" in refusal({"inference": inference}, on_cpu)
+    assert placed({**ranks(32), "inference": {"engines": 32}}, on_cpu) == Placement()
+    assert len(place_training(ParallelConfig(num_ranks=33), machine(64)).trainer) == 33
+
+
 def test_an_engine_by_itself_gets_the_first_ones() -> None:
     split = InferenceConfig.model_validate({"engine": {"tensor_parallel_size": 2}})
     assert [gpu.name for gpu in inference_gpus(split, machine(8))] == ["0", "1"]

@@ -22,7 +22,7 @@ from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.engines import _look
 from holdfast.launcher.liveness import Health, HealthProbe
-from holdfast.launcher.rendezvous import outer_nodes, with_outer_nodes
+from holdfast.launcher.rendezvous import with_outer_nodes
 from holdfast.launcher.supervise import Supervisor
 from holdfast.orchestrator.client.http import HttpTransport
 from holdfast.process.child import _LossyFile
@@ -159,6 +159,7 @@ def config(**parallel: object) -> SftConfig:
         (SRUN | {"SLURM_STEP_NODELIST": "a1,a2"}, "a1:29745"),
         (SRUN | {"SLURM_STEP_NODELIST": "rack[1-2]-gpu"}, "rack1-gpu:29745"),
         (PLAIN, "job-0.job:23456"),
+        (PLAIN | {"MASTER_ADDR": "fd00::1"}, "[fd00::1]:23456"),
     ],
 )
 def test_the_nodes_of_an_outer_launcher_are_those_of_the_run(environment: dict[str, str], endpoint: str) -> None:
@@ -204,11 +205,15 @@ def test_one_node_is_as_without(environment: dict[str, str]) -> None:
         (SRUN | {"SLURM_STEP_NUM_TASKS": "16"}, "srun starts several processes on a node"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
         (SRUN | {"SLURM_STEP_NODELIST": "["}, "should be a list of hosts"),
+        (SRUN | {"MASTER_PORT": "x"}, "srun gives its nodes should be HOST:PORT .* got 'gpu003:x'"),
+        (TORCHRUN | {"MASTER_PORT": "65535"}, "got 'head:65536'. Correct MASTER_ADDR and MASTER_PORT"),
+        (PLAIN | {"MASTER_ADDR": "a b"}, "got 'a b:23456'"),
+        (PLAIN | {"RANK": "2"}, "gives this node the rank 2, but the ranks of 2 nodes end at 1"),
     ],
 )  # fmt: skip
 def test_what_is_half_said_is_refused(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        outer_nodes(environment)
+        with_outer_nodes(config(), environment)
 
 
 def test_settings_that_contradict_are_refused() -> None:

@@ -18,15 +18,18 @@ from torch.distributed import TCPStore
 
 from holdfast.config import SftConfig
 from holdfast.config.training import ParallelConfig, SftOptimConfig
-from holdfast.errors import ConfigError, NodeLost, ProcessDied
+from holdfast.errors import ConfigError, NodeLost, ProcessDied, RunDirError
 from holdfast.launcher import node_group
+from holdfast.launcher.launch import launch_on_nodes, plan_on_node
 from holdfast.launcher.node_group import NodeGroup, NodePart
 from holdfast.launcher.rendezvous import Rendezvous, free_port
 from holdfast.launcher.resume.attempt import Attempt
+from holdfast.process.heartbeat import awake_s
 from holdfast.run.lock import Holder
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, meeting_point, node_rank
 from holdfast.trainer.stop import StopRequest
+from tests.faults.disks import Disk
 from tests.runs.processes import HANG_S
 
 PAUSE_S = 0.02
@@ -70,11 +73,15 @@ class Nodes:
         assert self.gather(leader).result(HANG_S) is None
         if not self.run_dir.holds_run():
             self.run_dir.create()
-        self.run_dir.configs(number).mkdir(parents=True)
-        (self.run_dir.configs(number) / "sft.toml").touch()
+        self.settings(number)
         part = leader.begin(Attempt(self.run_dir, number, None if number == 1 else number))
         assert joining.result(HANG_S) is None
         return part, other.join()
+
+    def settings(self, number: int) -> None:
+        """Write the file that the head node writes for attempt `number`."""
+        self.run_dir.configs(number).mkdir(parents=True)
+        (self.run_dir.configs(number) / "sft.toml").touch()
 
     def end(self) -> None:
         self._is_over = True
@@ -190,14 +197,64 @@ def test_a_node_that_cannot_be_understood_is_refused(nodes: Nodes, capsys: pytes
     stranger.end()
 
 
-def test_a_directory_that_one_node_does_not_see_is_refused(nodes: Nodes) -> None:
+@pytest.mark.parametrize("is_another", [False, True])
+def test_a_directory_that_one_node_does_not_see_is_refused(nodes: Nodes, is_another: bool) -> None:
     leader, other = nodes.group(), nodes.group(visible_s=0.1)
     joining = nodes.gather(other)
     assert nodes.gather(leader).result(HANG_S) is None
     nodes.run_dir.create()
     leader.begin(Attempt(nodes.run_dir, 1, None))
-    with pytest.raises(ConfigError, match="is not on this node: all nodes must share the output directory"):
+    says = "attempt_1/sft.toml, which .* has written, is not on this node"
+    if is_another:  # on this node the same path holds an earlier run, which has an attempt of this number
+        (nodes.run_dir.path / "run.json").unlink()
+        nodes.run_dir.create()
+        nodes.settings(1)
+        says = f"holds run {nodes.run_dir.run_id()} on this node, and run {leader._run_id} on "
+    with pytest.raises(ConfigError, match=f"{says}.*: all nodes must share the output directory"):
         joining.result(HANG_S)
+
+
+def test_a_node_that_cannot_write_is_refused(nodes: Nodes, tmp_path: Path) -> None:
+    (place := tmp_path / "disk").mkdir()
+    with Disk(f"mount -t tmpfs -o ro none {place}") as disk:
+        if disk.problem:
+            pytest.skip(disk.problem)
+        parallel = ParallelConfig(nodes=2, rdzv_endpoint=f"localhost:{nodes.port}", rdzv_timeout_s=0.2)
+        config = SftConfig(parallel=parallel, output_dir=disk.view(place))
+        with pytest.raises(RunDirError, match="cannot be written: Read-only"):
+            launch_on_nodes(config, rank=1, environment={})
+        leader, other = nodes.group(), nodes.group()
+        nodes.begin(leader, other)
+        with pytest.raises(RunDirError, match="cannot be written: Read-only"):  # made by the head node meanwhile
+            plan_on_node(config, other, {})
+
+
+def test_the_wait_for_the_directory_begins_anew_with_each_attempt(nodes: Nodes) -> None:
+    leader, other = nodes.group(), nodes.group()
+    begin = awake_s()
+    other._unseen_since = begin - 2 * HANG_S  # of an attempt that ended before its settings were seen
+    joining = nodes.gather(other)
+    assert nodes.gather(leader).result(HANG_S) is None
+    nodes.run_dir.create()
+    leader.begin(Attempt(nodes.run_dir, 1, None))
+    until(lambda: joining.done() or (other._unseen_since is not None and other._unseen_since > begin))
+    nodes.settings(1)
+    assert joining.result(HANG_S) is None
+
+
+def test_a_lost_node_that_asks_twice_comes_again_once(nodes: Nodes) -> None:
+    nodes.group()
+    node = Rendezvous(("localhost", nodes.port), lambda: b"{}", hosts=False)
+    until(lambda: node.number > 0)
+    first = node.number
+    node.rejoin(first)
+    until(lambda: node.number > first)
+    second = node.number
+    node.rejoin(first)
+    turn = node.send(b"{}")
+    until(lambda: node.has_sent(turn))
+    assert node.number == second
+    node.end()
 
 
 def test_nodes_wait_for_one_another_no_longer_than_is_set(nodes: Nodes) -> None:
@@ -252,6 +309,16 @@ def test_who_was_taken_for_lost_ends_its_trainer_and_comes_again(nodes: Nodes) -
     nodes.begin(_ended(leader), _ended(other), number=2)
 
 
+def test_a_node_that_has_finished_is_not_lost(nodes: Nodes) -> None:
+    leader, other = nodes.group(silent_s=0.2), nodes.group()
+    nodes.begin(leader, other)
+    number = other._rendezvous.number
+    assert other.leave(0) == 0
+    until(lambda: leader._rendezvous.others()[number][2] > 0.2)
+    assert leader.stop_order() is None
+    assert leader.leave(0) == 0
+
+
 def test_a_command_that_was_killed_is_noticed_by_its_process(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     leader = nodes.group()
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -302,10 +369,12 @@ def test_a_leader_that_is_lost_and_comes_back_goes_on_with_the_run(nodes: Nodes)
     assert again.is_head
     assert nodes.gather(again).result(HANG_S) is None
     assert again.is_rejoined()
-    nodes.run_dir.configs(2).mkdir()
-    (nodes.run_dir.configs(2) / "sft.toml").touch()
+    nodes.settings(2)
     again.begin(Attempt(nodes.run_dir, 2, 2))
-    assert waiting.result(HANG_S) is None and other.join().attempt == 2
+    assert waiting.result(HANG_S) is None
+    again._rendezvous.end()
+    until(lambda: other._rendezvous.number < 0)  # the connection breaks before it takes part
+    assert other.join().attempt == 2
 
 
 def test_a_new_run_goes_on_with_nothing(nodes: Nodes) -> None:
@@ -433,7 +502,20 @@ def test_where_nodes_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str, place:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1", "http://head", "me@head:1"]
+    "endpoint",
+    [
+        "",
+        ":29500",
+        "head:",
+        "head:x",
+        "head:0",
+        "head:70000",
+        "a b:1",
+        "http://head",
+        "me@head:1",
+        "[fd00::1",
+        "a..b:1",
+    ],
 )
 def test_what_is_no_place_to_meet_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):

@@ -6,7 +6,7 @@ attempt prints a line for each that has changed. It does not use journaled batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,14 @@ _OF_TOKENIZERS = (
 # Where and from which step an attempt starts, not what it computes.
 _OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.weights_only"}
 
-# Keys of a transformers config, at any depth, that decide the tensors and their shapes.
-_SHAPING = {
-    "model_type", "hidden_size", "n_embd", "intermediate_size", "n_inner", "moe_intermediate_size",
+# Keys of a transformers config, at any depth, that are sizes of tensors or of their parts.
+SIZES = {
+    "hidden_size", "n_embd", "intermediate_size", "n_inner", "moe_intermediate_size",
     "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
-    "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias",
-    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "q_lora_rank", "kv_lora_rank",
+    "vocab_size", "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "q_lora_rank",
+    "kv_lora_rank",
 }  # fmt: skip
+_SHAPING = SIZES | {"model_type", "tie_word_embeddings", "attention_bias", "mlp_bias"}
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,22 @@ def settings_of(config: Command) -> dict[str, Any]:
     return tomli.loads(to_toml(config))
 
 
-def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int) -> None:
-    """Refuse to load the checkpoint of `step` into a model of another shape, by two files config.json, if both exist.
+def refuse_other_model(
+    saved: Path,
+    wanted: Path,
+    *,
+    model_name: str,
+    what: str,
+    keys: Set[str] = _SHAPING,
+    remedy: str = "A run continues with its own model. Give that as --model.name.",
+) -> None:
+    """Refuse to load `what` into a model of another shape, by two files config.json, if both exist.
+
+    Args:
+        keys: that must be equal.
 
     Raises:
-        CheckpointError: with the keys that differ.
+        CheckpointError: with the keys that differ, and the `remedy`.
     """
     if not (saved.is_file() and wanted.is_file()):
         return
@@ -129,13 +141,13 @@ def refuse_other_model(saved: Path, wanted: Path, *, model_name: str, step: int)
     changed = [
         f"{key}: {old[key]!r} -> {new[key]!r}"
         for key in sorted(old.keys() & new.keys())
-        if key.rsplit(".", 1)[-1] in _SHAPING and None not in (old[key], new[key]) and old[key] != new[key]
+        if key.rsplit(".", 1)[-1] in keys and None not in (old[key], new[key]) and old[key] != new[key]
     ]
     if changed:
         raise CheckpointError(
-            f"the checkpoint of step {step} is of another model than model.name = '{model_name}':\n"
+            f"{what} is of another model than model.name = '{model_name}':\n"
             + "".join(f"         {line}\n" for line in changed)
-            + "       A run continues with its own model. Give that as --model.name."
+            + f"       {remedy}"
         )
 
 
@@ -184,7 +196,7 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
     """
     found = {name: number for name, number in library_versions().items() if number != "not installed"}
     files = {f"{_TOKENIZER}{path.name}": path for path in _tokenizer_files(trainer)}
-    for key, model in _models(trainer, is_fresh=is_fresh).items():
+    for key, model in models_of(trainer, is_fresh=is_fresh).items():
         files |= {f"{key}, {path.name}": path for path in files_of_model(Path(model), has_weights=is_fresh)}
     for key, name in _functions(trainer):
         if (path := file_of_object(name)) is not None:
@@ -239,7 +251,7 @@ def libraries_of(checkpoint: Path | None) -> dict[str, str]:
     return dict(read_manifest(checkpoint).libraries) if checkpoint is not None else {}
 
 
-def _models(trainer: TrainingCommand, *, is_fresh: bool) -> dict[str, str]:
+def models_of(trainer: TrainingCommand, *, is_fresh: bool) -> dict[str, str]:
     """Return the models that the trainer loads, by dotted key."""
     found: dict[str, Path | str | None] = {"model.name": trainer.model.name}
     if trainer.ckpt is not None and is_fresh:

@@ -18,7 +18,7 @@ from holdfast.config.base import CkptConfig, Command
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import TrainingCommand, schedule_end
+from holdfast.config.training import SupervisedCommand, TrainingCommand, schedule_end
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import (
     CONFIG_NAME,
@@ -29,6 +29,7 @@ from holdfast.launcher.resume.attempt import (
     process_name,
 )
 from holdfast.launcher.resume.config_diff import (
+    SIZES,
     change_training,
     changed_inputs,
     compare_settings,
@@ -36,6 +37,7 @@ from holdfast.launcher.resume.config_diff import (
     find_inputs,
     inputs_of,
     libraries_of,
+    models_of,
     refuse_other_model,
     refuse_other_tensors,
     settings_of,
@@ -47,11 +49,12 @@ from holdfast.launcher.resume.resume_step import (
     set_aside_after,
     set_aside_damaged,
 )
-from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, verify_checkpoint
+from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, Kind, kind_of, verify_checkpoint
 from holdfast.run.inputs import check_warm_start
 from holdfast.run.manifest import Verification, read_manifest
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import DISCARDED, RunDir
 from holdfast.run.settings import read_settings
+from holdfast.run.weights import read_scaling
 
 _MOST_LINES = 12
 _PROGRAM_FILES = {"trainer" if program == "rl" else program: program for program in PROGRAMS}
@@ -92,6 +95,8 @@ def prepare(
     if again:
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
+    if (run_dir.path / "config" / "evaluate.toml").exists():
+        raise RunDirError(f"{run_dir.path} holds an evaluation: choose another directory with --output-dir.")
     if ckpt.dir is None and not run_dir.path.exists() and ckpt.resume_step != "auto":
         resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the lock makes the directory
     if not (dry_run or again or is_locked):  # then this process holds the lock
@@ -117,10 +122,11 @@ def prepare(
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     attempt = _decide(run_dir, ckpt, clean=clean, store=store, whole=whole, async_level=async_level, again=again)
     if attempt.resume_step is None:
-        _refuse_own_weights(run_dir, trainer.model.name, ckpt.weights_only)
+        _refuse_own_weights(run_dir, trainer, clean=clean)
         if ckpt.weights_only is not None:
             _require_reference(trainer)
             check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
+            _refuse_other_weights(ckpt.weights_only, trainer)
     _check_fits(attempt, trainer)
     inputs = find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None)
     attempt = replace(attempt, inputs=inputs, to_go_on=_to_go_on(trainer))
@@ -150,8 +156,6 @@ def _goes_on(run_dir: RunDir, trainer: TrainingCommand, sections: Mapping[str, C
     """Whether the same command continues what is in `run_dir`; raise `RunDirError` if it must not."""
     if not (run_dir.holds_run() or run_dir.entries()):
         return False
-    if (run_dir.path / "config" / "evaluate.toml").exists():
-        raise RunDirError(f"{run_dir.path} holds an evaluation: choose another directory with --output-dir.")
     source = trainer.ckpt.resume_dir if trainer.ckpt else None
     if source is not None and run_dir.has_work() and run_dir.forked_from() != str(source.resolve()):
         raise RunDirError(
@@ -298,15 +302,46 @@ def _require_reference(trainer: TrainingCommand) -> None:
         )
 
 
-def _refuse_own_weights(run_dir: RunDir, model_name: str, weights_only: Path | None) -> None:
-    """Refuse weights of this directory for a fresh start, which clears them."""
-    moved = [directory.resolve() for directory in (run_dir.checkpoints, run_dir.weights)]
-    for key, path in (("ckpt.weights_only", weights_only), ("model.name", Path(model_name))):
-        if path is not None and any(path.resolve().is_relative_to(directory) for directory in moved):
+def _refuse_own_weights(run_dir: RunDir, trainer: TrainingCommand, *, clean: bool) -> None:
+    """Refuse models of this directory for a fresh start, which moves them or, with --clean, removes them."""
+    cleared = [run_dir.checkpoints, run_dir.weights]
+    cleared += [run_dir.path / DISCARDED, run_dir.evaluations, run_dir.path / "logs"] if clean else []
+    used = {**models_of(trainer, is_fresh=True), "model.tokenizer": trainer.model.tokenizer_name}
+    if isinstance(trainer, SupervisedCommand):
+        used["data.name"] = trainer.data.name
+    for key, name in used.items():
+        if any(Path(name).resolve().is_relative_to(directory.resolve()) for directory in cleared):
             raise ConfigError(
-                f"{key} = {path} lies in {run_dir.path}, which a fresh start clears. "
+                f"{key} = {name} lies in {run_dir.path}, which a fresh start clears. "
                 "Choose another directory with --output-dir."
             )
+
+
+def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
+    """Refuse weights of other sizes than the model's, by the files beside them: the trainer would find out too late."""
+    lora, settings, kind = trainer.model.lora, path / TRAINER_DIR / CONFIG_NAME, kind_of(path)
+    wanted = found = lora and lora.rank
+    if settings.is_file():
+        found = (read_settings(settings).get("model", {}).get("lora") or {}).get("rank")
+    elif kind is Kind.ADAPTER:
+        found = read_scaling(path).r
+    elif kind in (Kind.WEIGHTS, Kind.HUGGING_FACE):
+        found = None
+    if found != wanted:
+        raise CheckpointError(
+            f"{path} (ckpt.weights_only) holds other tensors than this configuration has:\n"
+            f"         model.lora.rank: {found or 'unset'} -> {wanted or 'unset'}\n"
+            "       Give the rank of the weights. Whole weights are given as --model.name to train adapters of them; "
+            "`ckpt export STEP --to DIR --base NAME` merges adapters."
+        )
+    refuse_other_model(
+        (path / MODEL_DIR if kind is Kind.CHECKPOINT else path) / "config.json",
+        Path(trainer.model.name) / "config.json",
+        model_name=trainer.model.name,
+        what=f"{path} (ckpt.weights_only)",
+        keys=SIZES,
+        remedy="Give a model of these sizes as --model.name.",
+    )
 
 
 def _newest_if_whole(run_dir: RunDir, how: Verification) -> int | None:
@@ -378,7 +413,7 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
             "--output-dir starts a new run from its weights."
         )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
-    refuse_other_model(saved, wanted, model_name=trainer.model.name, step=step)
+    refuse_other_model(saved, wanted, model_name=trainer.model.name, what=f"the checkpoint of step {step}")
     settings = directory / TRAINER_DIR / CONFIG_NAME
     if settings.exists():
         refuse_other_tensors(read_settings(settings), trainer, step=step)

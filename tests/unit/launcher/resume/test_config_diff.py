@@ -147,18 +147,20 @@ def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
 def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     for name, content in (("before.json", before), ("after.json", after)):
         (tmp_path / name).write_text(json.dumps(content))
-    refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="my/model", step=5)
+    refuse_other_model(
+        tmp_path / "before.json", tmp_path / "after.json", model_name="my/model", what="the checkpoint of step 5"
+    )
 
 
 def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: Path) -> None:
     before = {"model_type": "qwen3", "hidden_size": 32, "head_dim": None, "attention_dropout": 0.0}
     _models(tmp_path, before, {"model_type": "qwen3", "hidden_size": 32, "head_dim": 8, "attention_dropout": 0.3})
-    refuse_other_model(tmp_path / "nowhere.json", tmp_path / "after.json", model_name="m", step=5)
+    refuse_other_model(tmp_path / "nowhere.json", tmp_path / "after.json", model_name="m", what="it")
     with pytest.raises(CheckpointError, match="text_config.vocab_size: 5 -> 6"):
         _models(tmp_path, {"text_config": {"vocab_size": 5}}, {"text_config": {"vocab_size": 6}})
     (tmp_path / "before.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"before\.json or .*after\.json is not JSON"):
-        refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", step=5)
+        refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", what="it")
 
 
 @pytest.mark.parametrize(

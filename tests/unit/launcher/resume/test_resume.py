@@ -22,7 +22,7 @@ from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.resolved import choose_for_training
 from holdfast.config.rl import hand_down_shared
-from holdfast.config.training import TrainedModelConfig
+from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.plan import prepare
@@ -300,16 +300,50 @@ def test_unfit_weights_are_refused(other: RunDir, sft: Sft, tmp_path: Path, plai
     assert code == 2 and f"{file} (ckpt.weights_only) was cut: it has " in err
     weights = add_weights(other, 10)
     assert sft("--ckpt.weights-only", weights, *model)[0] == 0
+    code, _, err = sft("--ckpt.weights-only", weights, *model, "--model.lora.rank", "4")
+    assert code == 2 and "model.lora.rank: unset -> 4" in err
     assert not RunDir(tmp_path / "new").holds_run()
+
+
+def test_clean_removes_nothing_for_weights_of_other_sizes(
+    other: RunDir, new: RunDir, plain_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    new.create()
+    add_checkpoint(new, 7)
+    config = config_of(new, weights_only=other.checkpoint(10)).model_copy(
+        update={"model": TrainedModelConfig(name=str(plain_model()), lora=LoraConfig(rank=16))}
+    )
+    sizes = (plain_model() / "config.json").read_bytes()
+    shutil.rmtree(other.checkpoint(10))
+    wrong = sizes.replace(b'"hidden_size": ', b'"hidden_size": 1')
+    for model, settings, says in (
+        (sizes, "[model.lora]\nrank = 8", r"model\.lora\.rank: 8 -> 16"),
+        (sizes, "[model]", r"model\.lora\.rank: unset -> 16"),
+        (wrong, "[model.lora]\nrank = 16", r"hidden_size: 1\d+ -> \d+\n.*Give a model of these sizes"),
+    ):
+        files = {"model/config.json": model.decode(), "trainer/config.toml": settings}
+        path = add_checkpoint(other, 10, files=files)
+        with pytest.raises(CheckpointError, match=says):
+            start(config, clean=True)
+        shutil.rmtree(path)
+    fitting = {"model/config.json": sizes.decode(), "trainer/config.toml": "[model.lora]\nrank = 16"}
+    add_checkpoint(other, 10, files=fitting)
+    assert new.steps_there() == [7]
+    start(config, clean=True)
+    assert new.steps_there() == []
 
 
 @pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
 def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
     new.create()
     shutil.copytree(plain_model(), new.weights_of(6))
-    for flag in ("--ckpt.weights-only", "--model.name"):
+    for flag in ("--ckpt.weights-only", "--model.name", "--model.tokenizer"):
         code, _, err = sft(flag, new.weights_of(6), *flags)
         assert code == 2 and f"= {new.weights_of(6)} lies in {new.path}" in err and "--output-dir" in err
+    (rows := new.path / "discarded" / "rows.jsonl").parent.mkdir()
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    code, _, err = sft("--data.name", rows, *flags)
+    assert (f"data.name = {rows} lies in" in err) == (flags == ["--clean"])
     code, _, err = sft("--model.name", shutil.copytree(plain_model(), new.path / "model"), *flags)
     assert code == 0, err
 

@@ -174,8 +174,9 @@ def test_the_directory_of_an_evaluation_is_refused(run: RunDir) -> None:
     run.create()
     (run.path / "config").mkdir()
     (run.path / "config" / "evaluate.toml").touch()
-    with pytest.raises(RunDirError, match="holds an evaluation: choose another directory"):
-        _start(_sft(run))
+    for clean, ckpt in ((False, CkptConfig()), (True, CkptConfig()), (False, CkptConfig(resume_step="auto"))):
+        with pytest.raises(RunDirError, match="holds an evaluation: choose another directory"):
+            prepare(_sft(run, ckpt=ckpt), clean=clean, dry_run=False)
 
 
 def test_a_schedule_of_the_critic_that_moves_is_refused(run: RunDir) -> None:
