@@ -1,12 +1,16 @@
-"""The English of README and docs: length of sentences, share of function words, patterns of bad style. `python -m
-tests.pages.english [PAGE --worst 30]` prints pages and the worst sentences, and exits with 1 if a limit does not hold.
-Fenced blocks, footnotes and generated parts do not count.
+"""The English of README, docs, docstrings and comments: length of sentences, share of function words, patterns of bad
+style. `python -m tests.pages.english [PAGE --worst 30]` prints pages and the worst sentences, and exits with 1 if a
+limit does not hold; `python -m tests.pages.english src/holdfast/cli.py` does so for docstrings and comments, by their
+lines. Fenced blocks, footnotes and generated parts do not count.
 """
 
 import argparse
+import ast
+import io
 import itertools
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -181,12 +185,58 @@ def _sentences(text: str) -> Iterator[Sentence]:
                     yield Sentence(sentence, " ".join(shown.split()), is_table)
 
 
+MAX_SENTENCE_OF_CODE = 40
+"""Words of a sentence in a docstring or comment."""
+_FIELD = re.compile(r"^ *[\w*][\w, *]*: ", re.MULTILINE)
+_FOR_TOOLS = re.compile(r"(?:type: ignore|noqa|fmt:)[^#]*(?:# )?")
+_ROW = re.compile(r"^ *(\S.*?\S) {2,}(?=\S)", re.MULTILINE)
+
+
+def faults_of_code(path: Path) -> list[str]:
+    """Return what is forbidden in docstrings and comments of a module, each with its line."""
+    found = []
+    for line, text in sorted([*_docstrings(path), *_comments(path)]):
+        text = _FIELD.sub(lambda match: f"\n\n{match[0].strip()} ", _ROW.sub(r"\n\n\1\n\n", text))
+        for sentence in _sentences(text):
+            faults = list(sentence.faults)
+            if sentence.num_words > MAX_SENTENCE_OF_CODE:
+                faults.append(f"{sentence.num_words} words")
+            if faults:
+                found.append(f"{path}:{line}: {'; '.join(faults)}: {sentence.shown}")
+    return found
+
+
+def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def _comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield comments; lines below one another are one comment."""
+    begun, last, words = 0, (0, 0), ""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if token.start != (last[0] + 1, last[1]):
+            yield begun, words
+            begun, words = token.start[0], ""
+        words += " " + _FOR_TOOLS.sub("", token.string.lstrip("# "))
+        last = token.start
+    yield begun, words
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the measurements of the pages; return 1 if a limit does not hold."""
     parser = argparse.ArgumentParser(prog="python -m tests.pages.english")
-    parser.add_argument("pages", nargs="*", type=Path, help="default: README.md and docs/*.md, below this directory")
+    parser.add_argument(
+        "pages", nargs="*", type=Path, help="default: README.md and docs/*.md, below this directory; or modules"
+    )
     parser.add_argument("--worst", type=int, default=10, help="vague sentences to print of each page")
     arguments = parser.parse_args(argv)
+    if arguments.pages and all(path.suffix == ".py" for path in arguments.pages):
+        print(*(found := [line for path in arguments.pages for line in faults_of_code(path)]), sep="\n")
+        return bool(found)
     measured = [Page(path) for path in arguments.pages] or pages(Path.cwd())
     print(f"{'page':<34} words sentences  mean  >{MAX_SENTENCE}  vague  patterns")
     for page in measured:
