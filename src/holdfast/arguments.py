@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Subcommands:
-    """A parser with subcommands; those of a command that is `of_a_run` share `--output-dir` and `--json`."""
+    """A parser with subcommands. Subcommands of a command that is `of_a_run` share `--output-dir` and `--json`."""
 
     def __init__(self, program: str, description: str, epilog: str, *, of_a_run: bool = True) -> None:
         self._epilog = epilog

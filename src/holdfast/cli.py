@@ -1,6 +1,6 @@
 """The commands: one table, from which come `holdfast NAME ...`, the console script of every name, and the help.
 
-Each parses its command line before anything heavy is imported, so `--help` and errors come at once. Those that start
+Each parses its command line before anything heavy is imported, so `--help` and errors come at once. Commands that start
 something then hand their configuration over to the launcher. Nothing is imported above the functions that Python has
 not imported at its start: files of the user may come before everything until `_exit`.
 """
@@ -137,7 +137,7 @@ def _help() -> str:
 
 
 def _exit(run: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `run` returns, or that of its error."""
+    """Exit with the code that `run` returns, or the code of its error."""
     put_users_last()
     open_closed_streams()
     import signal
@@ -156,7 +156,7 @@ def _exit(run: Callable[[], int]) -> NoReturn:
     except HoldfastError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except BrokenPipeError:  # `... | head`: whoever read has had enough
+    except BrokenPipeError:  # `... | head`: the reader has had enough
         code = 128 + signal.SIGPIPE
     except OSError as error:
         told = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Check permissions and "

@@ -202,7 +202,7 @@ class ProcessDied(HoldfastError):
 
 
 def is_storage_failure(error: BaseException | None) -> bool:
-    """Whether a storage that is full, broken, read-only or away is at fault, or the cause of what is. A network
+    """Whether a storage that is full, broken, read-only or away is at fault, or caused the error at fault. A network
     that failed a server or an environment is not a failure of the storage."""
     numbers = _STORAGE_ERRNOS | _SHARED_ERRNOS
     for one in causes(error):

@@ -54,7 +54,7 @@ PATTERNS = {
     r"(?<!left )\balone\b": "only",
     r"\bbesides\b": "also, except",
     r"\bso (?:does|do|did|is|are|was|has)\b(?! not)(?= (?:the|a|an|its|it|they|this|that|all|each)\b)": "too",
-    r"\b(?:lies?|stands?)\b(?! for)": "is",
+    r"\b(?:lies?|stands?)\b(?! (?:for|still)\b)": "is",
     r"\bis (?:then )?said\b|\botherwise than\b": "say who acts",
     r"\b(?:canary text|signs? of life)\b": "the field's word",
 }
@@ -187,7 +187,7 @@ def _sentences(text: str) -> Iterator[Sentence]:
 
 MAX_SENTENCE_OF_CODE = 40
 """Words of a sentence in a docstring or comment."""
-_FIELD = re.compile(r"^ *[\w*][\w, *]*: ", re.MULTILINE)
+_FIELD = re.compile(r"^ *[\w*]+(?:, [\w*]+)*: ", re.MULTILINE)
 _FOR_TOOLS = re.compile(r"(?:type: ignore|noqa|fmt:)[^#]*(?:# )?")
 _ROW = re.compile(r"^ *(\S.*?\S) {2,}(?=\S)", re.MULTILINE)
 
@@ -196,7 +196,7 @@ def faults_of_code(path: Path) -> list[str]:
     """Return what is forbidden in docstrings and comments of a module, each with its line."""
     found = []
     for line, text in sorted([*_docstrings(path), *_comments(path)]):
-        text = _FIELD.sub(lambda match: f"\n\n{match[0].strip()} ", _ROW.sub(r"\n\n\1\n\n", text))
+        text = _FIELD.sub("\n\n", _ROW.sub(r"\n\n\1\n\n", text))
         for sentence in _sentences(text):
             faults = list(sentence.faults)
             if sentence.num_words > MAX_SENTENCE_OF_CODE:

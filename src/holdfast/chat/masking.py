@@ -1,9 +1,9 @@
-"""Whole chats and texts as token ids, with a mask of what is trained.
+"""Whole chats and texts as token ids, with a mask of the trained tokens.
 
-A chat is rendered once and tokenised once, so its tokens are those of transformers'
-`apply_chat_template(tokenize=True)`. A turn is trained from where the prompt ends that `rl` would feed: the ids
-of the messages before it and of the generation prompt must be the first ids of the whole, else the chat is
-refused with the reason. It ends with the token by which the template ends the turn.
+A chat is rendered once and tokenised once, so its tokens are equal to transformers'
+`apply_chat_template(tokenize=True)`. A turn is trained from the end of the prompt that `rl` would feed. The ids of the
+messages before it and of the generation prompt must be the first ids of the whole. Else the chat is refused with the
+reason. It ends with the token by which the template ends the turn.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
     """Return a prompt and its completion, which is trained with the EOS after it. The prompt has the ids that `rl`
     gives to a prompt that is text. The ids of the completion come from tokenizing both together; if the tokenizer joins
-    tokens across the border, from the completion alone. Raise DataError if neither gives back the text."""
+    tokens across the border, from only the completion. Raise DataError if neither gives back the text."""
     prompt_ids = tokenizer.text_prompt(prompt)
     whole_ids = tokenizer.text_prompt(prompt + completion)
     if whole_ids[: len(prompt_ids)] != prompt_ids:
@@ -149,7 +149,7 @@ class _Rendering:
 
     @cached_property
     def _ends_of_tokens(self) -> list[int]:
-        """Where the characters of each token end. `Encoding.offsets` is a new list each time."""
+        """The end of each token's characters. `Encoding.offsets` is a new list each time."""
         return [end for _, end in self._encoding.offsets]
 
     @property
@@ -238,7 +238,7 @@ class _Rendering:
         rest = self.text[len(before) :]
         if after.startswith(before):
             answer = after[len(before) :]
-            # What may be missing at the end of an earlier turn: white space, and tokens that end a text.
+            # Text that may be missing at the end of an earlier turn: white space, and tokens that end a text.
             end = self._end_of_words(answer)
             for skipped in range(end + 1):
                 if rest[:1] != answer[skipped : skipped + 1]:
@@ -323,7 +323,7 @@ class _Rendering:
         return found
 
     def _is_empty(self, ids: Sequence[int]) -> bool:
-        """Whether trained tokens say nothing: a turn's end, white space and empty thoughts alone."""
+        """Whether trained tokens say nothing: only a turn's end, white space and empty thoughts."""
         if len(ids) > _MOST_OF_NOTHING:
             return False
         stops = self._tokenizer.stop_token_ids
@@ -336,8 +336,8 @@ def _nth(number: int) -> str:
 
 
 def options_of(value: object) -> dict[str, Any]:
-    """Return a column of variables for the template as a map, without those that are null. Raise DataError if it is not
-    a map."""
+    """Return a column of variables for the template as a map, without null variables. Raise DataError if it is not a
+    map."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -18,9 +18,9 @@ from holdfast.errors import DataError
 if TYPE_CHECKING:
     from holdfast.chat.template import ChatMessage, ChatTemplate
 
-# Where datasets keep what the assistant thought before it spoke.
+# Keys under which datasets keep the assistant's thoughts before it spoke.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-# What a message of an environment may hold besides `role` and `content`.
+# Keys of a message of an environment beside `role` and `content`.
 MORE_KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
 _WORD = "holdfastprobe"
 
@@ -201,7 +201,7 @@ def squeezed(text: str) -> str:
 
 
 def holds(text: str, parts: Sequence[str]) -> bool:
-    """Whether all parts stand in a text without white space, as they are or as JSON writes them."""
+    """Whether all parts are in a text without white space, as they are or as JSON writes them."""
     return all(squeezed(part) in text or squeezed(json.dumps(part, ensure_ascii=False)[1:-1]) in text for part in parts)
 
 
@@ -218,7 +218,7 @@ def roles_left_out(messages: Iterable[ChatMessage], text: str) -> list[str]:
 
 
 def check_calls_written(messages: Iterable[ChatMessage], text: str, *, name: str) -> None:
-    """Check that the tool calls of all messages stand in the text that the template of tokenizer `name` made of them.
+    """Check that the tool calls of all messages are in the text that the template of tokenizer `name` made of them.
     Raise DataError if one does not."""
     for number, message in enumerate(messages, start=1):
         for call in message.get("tool_calls") or []:

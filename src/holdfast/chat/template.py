@@ -1,4 +1,4 @@
-"""A chat template, compiled with what transformers promises to every template.
+"""A chat template, compiled with all that transformers promises to every template.
 
 As `transformers.utils.chat_template_utils`: a sandbox with `tojson`, `raise_exception`, `strftime_now`, loop
 controls and `{% generation %}`.
@@ -100,8 +100,8 @@ class ChatTemplate:
             raise DataError(f"the chat template of '{self._name}' refuses a chat of [{roles}]: {error}") from None
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Check that the template reads every one of these variables. Raise DataError if it does not read one, or one
-        is set by other means."""
+        """Check that the template reads all these variables. Raise DataError if it does not read one, or one is set by
+        other means."""
         for name in options:
             if name in _GIVEN:
                 raise DataError(f"chat_template_kwargs must not hold `{name}`: it has a column of its own")

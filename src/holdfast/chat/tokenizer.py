@@ -31,7 +31,7 @@ _log = logging.getLogger("holdfast")
 _MARKER = "\ue0f0\ue0f1\ue0f0"
 # Characters that are always tokenised, to learn how many tokens they are: that takes a second.
 _MANY_CHARACTERS = 1 << 20
-# Where the token that begins an assistant's turn is looked for, before that turn.
+# Characters before an assistant's turn in which the token that begins the turn is looked for.
 _NEAR_CHARACTERS = 256
 # A normalizer may make one character of several, and a model one unknown token.
 _SHRINKING = 8
@@ -66,7 +66,7 @@ class Tokenizer:
         Args:
             templates: the chat template, or several by name (`default`, `tool_use`).
             special: special tokens by role, such as `eos_token`.
-            end_token_ids: tokens that end a turn, besides the end-of-text token.
+            end_token_ids: tokens that end a turn, beside the end-of-text token.
 
         Raises:
             DataError: a template is not valid.
@@ -91,8 +91,8 @@ class Tokenizer:
 
     @cached_property
     def stop_token_ids(self) -> list[int]:
-        """The tokens that end a turn: the end-of-text token, those of generation_config.json, and the special token
-        with which the chat template closes an assistant's turn."""
+        """The tokens that end a turn: the end-of-text token, the tokens of generation_config.json, and the special
+        token with which the chat template closes an assistant's turn."""
         ends = set(self._end_token_ids)
         if self.eos_token_id is not None:
             ends.add(self.eos_token_id)
@@ -225,8 +225,9 @@ class Tokenizer:
         """Whether the template writes a chat otherwise once `messages` follow: such as without the thoughts of turns
         before a question, or with the tools at another place.
 
-        So it is not what the policy saw before its last turn, then this turn, then what `continuation` appends. White
-        space does not count: many templates strip what is said.
+        The text is then not the policy's view before its last turn, then this turn, then the tokens of `continuation`.
+        White
+        space does not count: many templates strip the content.
 
         Args:
             chat: all that was said so far, a turn of the assistant's last.
@@ -287,7 +288,7 @@ class Tokenizer:
         return 0 if self.decode(token_ids[:place], skip_special_tokens=False).strip() else place + 1
 
     def _ids_after(self, around: Around) -> list[int]:
-        """Return the ids of what follows an assistant's turn, tokenised after that turn."""
+        """Return the ids of the text after an assistant's turn, tokenised after that turn."""
         # Text before a border, such as all tools, does not change the tokens after it.
         start = self._last_border(around.before)
         border = len(around.before) - start

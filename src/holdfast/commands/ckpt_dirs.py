@@ -48,7 +48,7 @@ class CheckpointDirs:
             raise RunDirError(f"{self.output_dir} holds neither a run nor checkpoints. Name the run with --output-dir.")
 
     def entries(self) -> list[Entry]:
-        """Return the steps, ascending; those with a missing or cut file are `damaged`, others `unreadable`."""
+        """Return the steps, ascending; steps with a missing or cut file are `damaged`, others `unreadable`."""
         self.check()
         return [_checked(entry) for entry in list_entries(self.checkpoints)]
 
@@ -114,7 +114,7 @@ def _stdout_on_stderr() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # what libraries in C have printed may still lie in their buffer
+        ctypes.CDLL(None).fflush(None)  # output of libraries in C may still be in their buffer
         os.dup2(stdout, 1)
         os.close(stdout)
 

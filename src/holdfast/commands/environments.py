@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments: `command` and what the subcommand takes. Raise ConfigError for one that cannot be used."""
+    """Return the arguments: `command` and what the subcommand takes. Raise ConfigError for an unusable argument."""
     subcommands = Subcommands("environments", "Environments of rl: begin, check.", _EPILOG, of_a_run=False)
     init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
     init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
@@ -87,14 +87,14 @@ def _project_of(directory: Path) -> str:
     return "" if directory.resolve().is_relative_to(checkout) else f"--project {shlex.quote(str(checkout))} "
 
 
-# In braces: the name of the module, that of its class, and how commands begin here (`run`).
+# In braces: the name of the module, the name of its class, and how commands begin here (`run`).
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def create(name: str, directory: Path) -> Report:
     """Write `NAME.py`, `test_NAME.py` and `NAME.toml` into `directory`, and say what to do with them. Raise
-    ConfigError, before anything is written, if the name cannot be that of a module or is taken, or one of the files is
-    there; RunDirError if they cannot be written."""
+    ConfigError, before anything is written, if the name does not suit a module or is taken, or a file is there;
+    RunDirError if they cannot be written."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name[0] == "_":
         raise ConfigError(
             f"'{name}' cannot be the name of a module: letters, digits and _ are allowed, a letter first, no word of "

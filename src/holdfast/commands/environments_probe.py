@@ -74,7 +74,7 @@ _DEEPEST = 50
 
 
 def parts_of(task: Any) -> dict[str, str]:
-    """Return a digest of each part of a task, by name: `prompt`, `answer`, and what a subclass has besides."""
+    """Return a digest of each part of a task, by name: `prompt`, `answer`, and the fields of a subclass."""
     if not isinstance(task, Task):
         return {"task": digest_of(task)}
     names = dict.fromkeys([field.name for field in dataclasses.fields(task)] + list(getattr(task, "__dict__", {})))
@@ -97,7 +97,8 @@ def digest_of(value: Any) -> str:
 
 
 def canonical(value: Any, *, depth: int = 0) -> str:
-    """Return text that is equal for equal values, in whichever order sets and mappings are, and wherever they lie."""
+    """Return text that is equal for equal values, whatever the order of sets and mappings, and their place in
+    memory."""
     if depth > _DEEPEST:
         return "..."
     kind = type(value).__qualname__
@@ -122,7 +123,7 @@ def canonical(value: Any, *, depth: int = 0) -> str:
     held |= getattr(value, "__dict__", {})
     if held:
         return f"{kind}{canonical(held, depth=depth + 1)}"
-    # What `object` writes is a place in memory, which says nothing.
+    # The text of `object` is a place in memory, which says nothing.
     return kind if type(value).__repr__ is object.__repr__ else f"{kind}:{text_of(value)}"
 
 
@@ -131,7 +132,7 @@ _PLAIN_SEQ_LEN = 1 << 20
 
 
 class Request(msgspec.Struct):
-    """What to ask of an environment.
+    """A question to an environment.
 
     Attributes:
         settings: its `EnvironmentConfig`, as JSON.

@@ -72,7 +72,7 @@ class FollowedRun:
         attempts = list(_settings_of_attempts(run_dir))
         if not attempts:
             raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")
-        # A later attempt does not say what the first steps began with; the one that does may be removed.
+        # A later attempt does not say what the first steps began with; the first attempt, which does, may be removed.
         fresh = next((one for one in attempts if one.get("ckpt", {}).get("resume_step") is None), None)
         return cls(run_dir, attempts[0]["max_steps"], _base_of(fresh) if fresh is not None else None)
 
@@ -100,7 +100,7 @@ def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
 
 
 def _base_of(settings: dict[str, Any]) -> ModelConfig | None:
-    """Return the model whose weights a fresh start takes, if it takes those of a model as they are."""
+    """Return the model whose weights a fresh start takes, if it takes a model's weights as they are."""
     model = settings["model"]
     if model.get("init") == "random" or settings.get("ckpt", {}).get("weights_only"):
         return None
@@ -192,7 +192,7 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
         assert run.base is not None, "step 0 is due where there is a base"
         one.run, one.model = None, run.base
         one.inference.model = one.inference.model.model_copy(update=served_model(one, run.base.name).model_dump())
-    choose_inference(one.inference, this_machine(find_gpus()))  # the dtype is part of what is evaluated
+    choose_inference(one.inference, this_machine(find_gpus()))  # the dtype is part of the evaluated model
     _clear_other_evaluation(one, directory)
     prepare_directory(one, directory)
     if step:

@@ -95,7 +95,7 @@ def _named(config: EvaluateConfig, step: int | None) -> str:
 
 
 def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
-    """Return `config` with what it leaves to the run that it names."""
+    """Return `config` with the settings that it leaves to the run that it names."""
     config = config.model_copy(deep=True)
     trained = settings_of_run(config.run) if config.run is not None else None
     if trained is not None:
@@ -115,7 +115,8 @@ def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
 
 def step_of_run(run: Path, wanted: int | str) -> int:
     """Return the step that is meant, which has a checkpoint that is whole, or weights that are published. Raise
-    DataError if there is no run; CheckpointError if the step is not there or damaged, listing those that are."""
+    DataError if there is no run; CheckpointError if the step is not there or damaged, listing the steps that are
+    there."""
     run_dir = RunDir(run)
     if not run_dir.holds_run():
         raise DataError(
@@ -187,8 +188,7 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
 
 
 def name_of_export(run_dir: RunDir, step: int) -> str:
-    """Return the name of what is exported of the checkpoint that `step` has now. Raise FileNotFoundError if it has
-    none."""
+    """Return the name of the export of the checkpoint that `step` has now. Raise FileNotFoundError if it has none."""
     # By its content: other runs have this step, too, and this run may train it again.
     return f"model_step_{step}_{file_digest(run_dir.checkpoint(step) / MANIFEST_NAME)[:12]}"
 
@@ -200,7 +200,7 @@ def served_model(config: EvaluateConfig, directory: Path | str) -> ModelConfig:
 
 
 def _whole_weights(run_dir: RunDir) -> list[int]:
-    """Return the versions whose weights are published whole; of a policy with adapters engines get those alone."""
+    """Return the versions whose weights are published whole; for a policy with adapters, engines get only adapters."""
     return [
         version
         for version in run_dir.published_weights()
@@ -237,7 +237,7 @@ def tell_result(summary: Summary, directory: Path, *, step: int | None) -> None:
     """Print the report of one evaluation, or the object of type `result` that says the same to programs.
 
     Args:
-        step: of the run, whose weights they were; None: those of a model.
+        step: of the run whose weights they were; None: a model's weights.
     """
     if (lines := json_lines()) is not None:
         lines.emit("result", step=step, summary=msgspec.to_builtins(summary))
@@ -373,8 +373,8 @@ def remove_exports(path: Path) -> None:
 
 
 def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Supervisor) -> int:
-    """Run server and evaluation to the end; return the exit code. Nothing of them runs on. Raise ProcessDied if one of
-    them failed."""
+    """Run server and evaluation to the end; return the exit code. Nothing of them runs on. Raise ProcessDied if a
+    process failed."""
     path = directory.path
     server = config.inference.server
     held = reserve_first_free(server.host, server.port)
@@ -447,7 +447,7 @@ def _stopped(supervisor: Supervisor, number: int, path: Path) -> int:
 class _PhasePrinter:
     def __init__(self, events: Path) -> None:
         self._events = Tail(events)
-        list(self._events)  # those of an earlier attempt
+        list(self._events)  # answers of an earlier attempt
         self._state = RunState()
         self._begin = time.monotonic()
 

@@ -55,8 +55,8 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes. Raise ConfigError for one
-    that cannot be used."""
+    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes. Raise ConfigError for an
+    unusable flag."""
     subcommands = Subcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
     show_parser = subcommands.add("show", "Show the problems of one batch, or the rollouts of one problem.")
     show_parser.add_argument("step", metavar="STEP")
@@ -180,7 +180,7 @@ _COLUMNS = (">rollouts", ">reward mean", ">std", ">tokens mean", ">sampled", ">t
 
 
 def _line(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the numbers of some rollouts; the deviation is that of these rollouts (population)."""
+    """Return the numbers of some rollouts; the deviation is of these rollouts (population)."""
     rewards = [rollout.reward for rollout in rollouts]
     mean = sum(rewards) / len(rewards) if rewards else 0.0
     lengths = [len(rollout.token_ids) for rollout in rollouts]

@@ -56,7 +56,7 @@ class KlConfig(Section):
 
 
 class DistillationConfig(Section):
-    """What a teacher says about the policy's own rollouts: beside rewards, or alone (`advantage = distillation`)."""
+    """A teacher's judgement of the policy's own rollouts: beside rewards, or without (`advantage = distillation`)."""
 
     coef: float = Field(default=1.0, gt=0)
     """Weight of the teacher, whose signal is in nats, beside the advantages of rewards."""
@@ -76,13 +76,13 @@ class CriticConfig(Section):
     """The critic's optimizer and learning-rate schedule."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps at the start of the run that train the critic alone: the policy samples, and stays as it is."""
+    """Steps at the start of the run that train only the critic: the policy samples, and stays as it is."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
 
     lam: float = Field(default=0.95, ge=0, le=1)
-    """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
+    """GAE's lambda: 1 trusts only rewards, 0 only the critic."""
 
     clip: float = Field(default=0.2, gt=0, allow_inf_nan=True)
     """A value may move this far from the one before the step, further is not learned; `inf`: any distance."""
@@ -108,11 +108,11 @@ class RewardModelConfig(Section):
 
 
 class RewardConfig(Section):
-    """What happens to rewards before advantages are computed, in this order."""
+    """Changes of rewards before advantages are computed, in this order."""
 
     weights: dict[str, float] = {}
     """The reward of a rollout is the sum of these metrics of its environment, each times its weight; `reward` is the
-    environment's own. Unset: the environment's own alone."""
+    environment's own. Unset: only the environment's own."""
 
     length_buffer_tokens: int | None = Field(default=None, ge=1)
     """DAPO's soft punishment of overlong answers: over the last this many tokens before `length_max_tokens`
@@ -132,8 +132,8 @@ class RewardConfig(Section):
     every checkpoint). Normalisation within groups or the batch is a matter of `advantage`."""
 
     truncated: Literal["keep", "mask"] = "keep"
-    """What rollouts count for that a token limit ended. `keep`: for the reward that they got, as any other; `mask`: in
-    baselines alone, they are not trained on (DAPO's overlong filtering). `length_buffer_tokens` penalises long ones."""
+    """Effect of rollouts that a token limit ended. `keep`: their reward counts, as any other; `mask`: they count only
+    in baselines, and are not trained on (DAPO's overlong filtering). `length_buffer_tokens` penalises long ones."""
 
     @model_validator(mode="after")
     def _whole_punishment(self) -> Self:
@@ -213,7 +213,7 @@ class CorrectionConfig(Section):
     """A rollout with a token that weighs less than this is left out as a whole; 1e-4 is usual. Unset: none is."""
 
     def filled(self, default: Literal["none", "truncate"]) -> Self:
-        """Return it with what is unset: `default` is the type.
+        """Return it with unset values filled in: `default` is the type.
 
         Raises:
             ValueError: a setting has no effect.
@@ -232,14 +232,14 @@ class EntropyConfig(Section):
     """A bonus for the policy's entropy: `coef` times its mean over the trained tokens is taken from the loss."""
 
     coef: float = Field(default=0.0, ge=0)
-    """Weight of the bonus; with a target, that of its beginning. 0.001 is usual."""
+    """Weight of the bonus; with a target, the weight at the beginning. 0.001 is usual."""
 
     target: float | None = Field(default=None, gt=0)
     """Steer the entropy to this many nats a token: the bonus acts after a step with at most this entropy, and its
     weight rises after such a step and falls after any other; unset: the weight stays `coef`."""
 
     step_size: float = Field(default=0.005, gt=0)
-    """What the steered weight rises or falls by in one step."""
+    """Rise or fall of the steered weight in one step."""
 
     largest: float = Field(default=1.0, gt=0)
     """The steered weight rises no further."""

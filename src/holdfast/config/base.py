@@ -1,8 +1,8 @@
 """Base classes of all settings, sections that several processes share, URL checks, and tables of built-in algorithms.
 
 A run chooses policy losses, advantages and preference losses by name. The settings take names, defaults and help from
-the tables below and know no torch. The trainer imports the function behind a name when a run asks for it. So a new one
-needs only its function and one line here:
+the tables below and know no torch. The trainer imports the function of a name when a run asks for it. A new one needs
+only its function and one line here:
 
     POLICY_LOSSES      an `Objective` in `holdfast.trainer.rl.losses`
     ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages`
@@ -148,10 +148,10 @@ class CkptConfig(Section):
     """Keep this many of the newest checkpoints; unset: all stay, whatever the next two say."""
 
     keep_interval: int | None = Field(default=None, ge=1)
-    """Keep the checkpoints of every this many steps for good, besides the newest `keep`."""
+    """Keep the checkpoints of every this many steps for good, beside the newest `keep`."""
 
     keep_best: str | None = None
-    """Keep the checkpoint with the best value of this metric besides the newest `keep`, such as `min:val/loss` or
+    """Keep the checkpoint with the best value of this metric beside the newest `keep`, such as `min:val/loss` or
     `max:reward/mean`. Without `min:` or `max:`: lower is better for losses, errors and divergences."""
 
     dir: str | None = None
@@ -171,7 +171,7 @@ class CkptConfig(Section):
     optimizer, counters and data start from scratch."""
 
     verify: Literal["full", "size"] = "full"
-    """What is checked before a checkpoint is used: every byte, or sizes only (for very large ones)."""
+    """Check before a checkpoint is used: every byte, or sizes only (for very large ones)."""
 
     grace_s: float = Field(default=60.0, gt=0)
     """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: the time to save the current step before everything is stopped."""
@@ -196,7 +196,7 @@ class ModelConfig(Section):
 
     @property
     def tokenizer_name(self) -> str:
-        """Where the tokenizer is loaded from."""
+        """Source of the tokenizer."""
         return self.tokenizer or self.name
 
 
@@ -224,7 +224,7 @@ Url = Annotated[str, AfterValidator(check_url)]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine, for this machine alone."""
+    """Whether `host` is this machine, and no other machine reaches it."""
     if host == "localhost":
         return True
     try:
@@ -234,7 +234,7 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(header: str) -> bool:
-    """Whether a Host header names this machine, for this machine alone. No browser omits it."""
+    """Whether a Host header names this machine, and no other machine reaches it. No browser omits it."""
     if not header:
         return True
     try:
@@ -356,7 +356,7 @@ class BuiltInPreferenceLoss:
     """A preference loss, and the settings that it knows.
 
     Attributes:
-        function: its name in `holdfast.trainer.preference.losses`; None for `kto`, whose answers are no pairs.
+        function: its name in `holdfast.trainer.preference.losses`; None for `kto`, whose answers are not pairs.
         beta: default of `loss.beta`.
         margin: default of `loss.margin`; None where it has none.
         has_reference: whether it compares with a reference.

@@ -11,24 +11,24 @@ class SlurmConfig(Section):
     """A SLURM job. A bare ``--slurm`` submits one for one node to the default partition."""
 
     nodes: int = Field(default=1, ge=1)
-    """Nodes of the job. `rl`: those of the trainer, plus those of engines with nodes of their own. Others: those of the
+    """Nodes of the job. `rl`: nodes of the trainer, plus nodes that engines have to themselves. Others: nodes of the
     trainer; unset: `parallel.nodes`."""
 
     gpus_per_node: int | None = Field(default=None, ge=1)
     """GPUs of each node; unset: none are asked for."""
 
     time: str | None = None
-    """Time limit, such as `24:00:00`; unset: that of the partition. Ahead of it the step is saved, and the job is
+    """Time limit, such as `24:00:00`; unset: the limit of the partition. Ahead of it the step is saved, and the job is
     queued again."""
 
     partition: str | None = None
-    """Where to run; unset: the default partition."""
+    """Partition to run in; unset: the default partition."""
 
     account: str | None = None
     """Whom it is charged to; unset: your default account."""
 
     job_name: str = "holdfast"
-    """What the job is called."""
+    """Name of the job."""
 
     extra: list[str] = []
     """Further options of sbatch, such as `["--qos=high", "--exclusive"]`."""

@@ -159,14 +159,14 @@ class SamplingConfig(Section):
 
     @property
     def distribution(self) -> "Sampling":
-        """What every token is sampled from."""
+        """The distribution of every sampled token."""
         return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
 
     _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
 
 
 class EnvironmentSamplingConfig(Section):
-    """What one environment samples otherwise than all; unset: as all."""
+    """Sampling of one environment if it differs from all; unset: as all."""
 
     temperature: float | None = Field(default=None, ge=0.01, le=2)
     """Softmax temperature."""
@@ -186,7 +186,7 @@ class EnvironmentSamplingConfig(Section):
     _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
 
     def over(self, common: SamplingConfig) -> "SamplingConfig":
-        """Return `common` with what is set here in its place."""
+        """Return `common` with the values that are set here."""
         return common.model_copy(update=self.model_dump(exclude_none=True))
 
 
@@ -194,7 +194,7 @@ class CurriculumConfig(Section):
     """Levels of an environment; its tasks come from one level after the other."""
 
     levels: list[dict[str, Any]] = Field(min_length=2)
-    """Arguments of each level, over those of `args`, the easiest first: `[{ max_digits = 1 }, { max_digits = 3 }]`."""
+    """Arguments of each level, over `args`, the easiest first: `[{ max_digits = 1 }, { max_digits = 3 }]`."""
 
     window: int = Field(default=32, ge=1, le=4096)
     """How many of a level's latest groups count."""
@@ -219,7 +219,7 @@ class EnvironmentConfig(Section):
     """Rollouts of one problem of this environment; unset: the `group_size` of all. Not of evaluations."""
 
     sampling: EnvironmentSamplingConfig | None = None
-    """What is sampled otherwise here: `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, each unset: the
+    """Other sampling for this environment: `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, each unset: the
     `sampling` of all."""
 
     seq_len: int | None = Field(default=None, ge=2)
@@ -227,10 +227,10 @@ class EnvironmentConfig(Section):
     of all, the largest."""
 
     args: dict[str, Any] = {}
-    """Arguments of the environment's constructor; docs/environments.md has those of the built-in ones."""
+    """Arguments of the environment's constructor; docs/environments.md has the built-in ones."""
 
     curriculum: CurriculumConfig | None = None
-    """Levels of difficulty, from which training draws its tasks in turn; unset: `args` alone. Not of evaluations."""
+    """Levels of difficulty, from which training draws its tasks in turn; unset: only `args`. Not of evaluations."""
 
     success_reward: float | None = None
     """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
@@ -240,8 +240,8 @@ class EnvironmentConfig(Section):
     of making one task; `inf`: none. A call that blocks all others for 30 s is named in the console."""
 
     on_error: Literal["stop", "drop"] = "stop"
-    """What follows when the environment raises, misses `timeout_s`, or makes a prompt that leaves no room
-    within `seq_len`: end the run, or leave the problem's group out of the batch and count it."""
+    """Reaction if the environment raises, misses `timeout_s`, or makes a prompt that leaves no room within `seq_len`:
+    end the run, or leave the problem's group out of the batch and count it."""
 
     max_turns: int = Field(default=8, ge=1)
     """Most turns of a session of an environment with `tools`; the calls of the last one are not answered."""
@@ -250,11 +250,10 @@ class EnvironmentConfig(Section):
     """Deadline of one call of a tool; the policy reads when it is over, and the session continues."""
 
     tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
-    """Form in which the model writes calls of tools: that which its chat template shows, or one by name."""
+    """Form in which the model writes calls of tools: the form that its chat template shows, or a form by name."""
 
     mcp_servers: dict[str, McpServerConfig] = {}
-    """MCP servers by name, each a `command` or a `url`: the policy may call their tools, beside those of the
-    environment."""
+    """MCP servers by name, each a `command` or a `url`: the policy may call their tools, beside the environment's."""
 
     history: Literal["split", "keep"] = "split"
     """If the chat template would rewrite earlier turns when messages follow (without their thoughts): `split` continues
@@ -262,16 +261,16 @@ class EnvironmentConfig(Section):
     sampled."""
 
     max_branches: int = Field(default=8, ge=1)
-    """Most branches of a session with `history = "split"`; one that needs another ends there and counts as truncated.
-    A forward pass of the trainer holds all branches of a rollout, each of up to `seq_len` tokens."""
+    """Most branches of a session with `history = "split"`; a session that needs more ends there and counts as
+    truncated. A forward pass of the trainer holds all branches of a rollout, each of up to `seq_len` tokens."""
 
     workers: int = Field(default=0, ge=0, le=1024)
     """Processes that play this environment; 0: it is played in the orchestrator's. Code of it that blocks, crashes or
     hangs in a worker costs its own group at most, and which worker plays what changes no result."""
 
     worker_memory_gb: float | None = Field(default=None, gt=0)
-    """Most memory of one worker, in GiB of what it writes to (RLIMIT_DATA), some 0.2 of which it needs itself; unset:
-    no limit."""
+    """Most memory of one worker, in GiB of writable memory (RLIMIT_DATA). The worker itself needs about 0.2; unset: no
+    limit."""
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""Configuration of evaluations: the command `evaluate`, and those that `sft` and `dpo` make on their way."""
+"""Configuration of evaluations: the command `evaluate`, and evaluations within `sft` and `dpo`."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -31,17 +31,18 @@ class EvaluateConfig(Command):
 
     run: Path | None = None
     """Evaluate a step of this run directory. For an RL run, `environments`, `seq_len` and `sampling.max_tokens` default
-    to those of the run."""
+    to the run's."""
 
     step: int | Literal["latest"] = "latest"
     """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""
 
     environments: list[EnvironmentConfig] = []
-    """What is asked: `[[environments]]` in TOML, as in training; `weight` means nothing here. Needed, unless they are
-    those of an RL run."""
+    """The tasks: `[[environments]]` in TOML, as in training; `weight` means nothing here. Needed, unless they come
+    from an RL run."""
 
     num_tasks: int | None = Field(default=None, ge=1)
-    """Tasks of each environment; unset: all of one that has a certain number (`jsonl`), 128 of one without an end."""
+    """Tasks of each environment; unset: all tasks of an environment with a certain number (`jsonl`), 128 of an
+    environment without an end."""
 
     samples_per_task: int = Field(default=1, ge=1, le=4096)
     """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
@@ -63,14 +64,14 @@ class EvaluateConfig(Command):
     `inference.server.port` on."""
 
     follow: bool = False
-    """With `run`: evaluate checkpoints as they appear, and end with the run. `output_dir` is then that
-    of the run's evaluations, `evaluations` in `run` unless it is set, with one directory for each step."""
+    """With `run`: evaluate checkpoints as they appear, and end with the run. `output_dir` is then the directory of the
+    run's evaluations, `evaluations` in `run` unless it is set, with one directory for each step."""
 
     interval: int | None = Field(default=None, ge=1)
     """With `follow`: evaluate the checkpoints of steps that this divides, and of the last step; unset: all."""
 
     log_format: LogFormat = "text"
-    """What goes to stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
+    """Form of stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
 
     clean: bool = False
     """Remove the evaluation that the output directory already holds, then start from scratch."""
@@ -122,7 +123,7 @@ class CheckpointEvalConfig(EvalConfig):
     must divide it, as what is evaluated is a checkpoint."""
 
     environments: list[EnvironmentConfig] = Field(min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues] - only read
-    """What is asked: `[[eval.environments]]` in TOML."""
+    """The tasks: `[[eval.environments]]` in TOML."""
 
     sampling: EvaluationSamplingConfig = Field(default_factory=EvaluationSamplingConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Sampling of completions."""

@@ -94,7 +94,7 @@ def _sections(command: str) -> dict[str, dict[str, Any]]:
 
 
 def _is_hidden(key: str, hidden: Sequence[str]) -> bool:
-    # Of the model, `rl` hands down the name and the tokenizer; the rest is each process's own.
+    # `rl` hands down the name and the tokenizer of the model; the rest is each process's own.
     return key in hidden or ("model" in hidden and key in ("model.name", "model.tokenizer"))
 
 
@@ -113,7 +113,7 @@ def _screen(command: str, summary: str, sections: dict[str, dict[str, Any]], wid
         if key in by_key:
             one = by_key[key]
             value = "" if one["default"] == "unset" else _plain(one["default"])
-            # Of a section that is off, the default is that of a bare `--section`.
+            # For a section that is off, the defaults are the defaults of a bare `--section`.
             default = f" ({'off; ' if key in off else ''}{value})" if value else ""
             begin = f"{_INDENT}{_flag(key)}{default}"
             lines.append(_cut(f"{begin:<46} {_first_sentence(one['text'])}", width))

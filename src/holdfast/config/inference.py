@@ -12,7 +12,7 @@ class ServedModelConfig(ModelConfig):
 
     dtype: DType | None = None
     """Dtype of weights and activations in the engine; equal to the trainer's for the least mismatch. Unset: under `rl`
-    that of the trainer, alone bfloat16 on CUDA and float32 on CPU."""
+    the trainer's; for a server of its own bfloat16 on CUDA and float32 on CPU."""
 
     fp32_lm_head: bool = False
     """Compute logits in float32 where `dtype` is bfloat16; equal to the trainer's for the least mismatch."""
@@ -25,7 +25,7 @@ class ServedModelConfig(ModelConfig):
 
 
 class ServerConfig(Section):
-    """Where the server listens."""
+    """Address of the server."""
 
     host: str = "127.0.0.1"
     """Address to bind. Anything other than loopback needs an admin token."""
@@ -34,7 +34,8 @@ class ServerConfig(Section):
     """TCP port. Unset, `rl` uses an unowned server at 8000, or starts its own at the first free port from 8000 on."""
 
     model_name: str | None = Field(default=None, min_length=1)
-    """What OpenAI clients give as `model`; unset: `model.name`. Runs that use the server go by `model.name` anyway."""
+    """Name that OpenAI clients give as `model`; unset: `model.name`. Runs that use the server go by `model.name`
+    anyway."""
 
     admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
     """Environment variable with the token that the admin routes ask for (`Authorization: Bearer`), on loopback too
@@ -52,7 +53,7 @@ class ServerConfig(Section):
 
     @property
     def url(self) -> str:
-        """Where this machine reaches it."""
+        """URL at which this machine reaches it."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
@@ -81,7 +82,7 @@ class EngineConfig(Section):
     """GPUs that one model is split over."""
 
     eager: bool | None = None
-    """Skip torch.compile and CUDA graphs: starts 15-30 s sooner, slower on GPUs. Unset: on CPU alone."""
+    """Skip torch.compile and CUDA graphs: starts 15-30 s sooner, slower on GPUs. Unset: only on a CPU."""
 
     args: dict[str, str | int | float | bool] = {}
     """Further vLLM server arguments by name, such as {"max-num-batched-tokens" = 8192}."""
@@ -100,8 +101,8 @@ class InferenceConfig(Command):
     """The vLLM engine."""
 
     deterministic: bool = False
-    """On GPUs compute every request as if it were alone (vLLM's batch invariance), for less throughput: Hopper GPUs and
-    newer. On CPU that holds already, and this changes nothing."""
+    """On GPUs compute every request as if there were no others (vLLM's batch invariance), for less throughput: Hopper
+    GPUs and newer. On CPU that holds already, and this changes nothing."""
 
     engines: int = Field(default=1, ge=1)
     """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports after it. On
@@ -130,7 +131,7 @@ class InferenceConfig(Command):
 
     @property
     def urls(self) -> list[str]:
-        """Where this machine reaches the servers."""
+        """URLs at which this machine reaches the servers."""
         return [one.server.url for one in self.of_each().values()]
 
 

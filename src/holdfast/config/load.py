@@ -134,12 +134,12 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        """Whether `--key` and `--no-key` stand alone."""
+        """Whether `--key` and `--no-key` take no value."""
         return self.kinds == {bool}
 
     @property
     def is_section(self) -> bool:
-        """Whether `--key` alone means the section with its defaults."""
+        """Whether `--key` without a value means the section with its defaults."""
         return _model_in(self.annotation) is not None and not self.kinds & {list, dict}
 
 

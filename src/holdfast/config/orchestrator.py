@@ -18,15 +18,15 @@ class DynamicSamplingConfig(Section):
     """Most problems drawn for one batch; unset: four times `problems_per_step`."""
 
     signal: Literal["sum", "parts"] | None = None
-    """What must differ in a group: the sums of all rewards of its rollouts (`sum`), or those of wholes, turns or tokens
-    (`parts`). Unset: `rl` takes what `trainer.advantage` learns from, an orchestrator by itself `parts`."""
+    """Rewards that must differ in a group: the sums of all rewards of its rollouts (`sum`), or rewards of wholes, turns
+    or tokens (`parts`). Unset: `rl` takes what `trainer.advantage` learns from, an orchestrator by itself `parts`."""
 
 
 class ServersConfig(Section):
     """Inference servers, and how long to wait for them."""
 
     urls: list[str] = Field(min_length=1)
-    """Base URL of every engine; a request goes to the least busy engine, or to one that has its prefix cached."""
+    """Base URL of every engine; a request goes to the least busy engine, or to an engine that has its prefix cached."""
 
     timeout_s: float = Field(default=600.0, gt=0)
     """A request without an answer for this long is kept while its server is healthy."""
@@ -59,7 +59,7 @@ class ClientConfig(ServersConfig):
     """The inference servers of the policy. All get every weight update."""
 
     urls: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
-    """Base URL of every engine; a request goes to the least busy engine, or to one that has its prefix cached."""
+    """Base URL of every engine; a request goes to the least busy engine, or to an engine that has its prefix cached."""
 
     admin_token_env: str = "HOLDFAST_ADMIN_TOKEN"
     """Environment variable with the admin token of the servers."""
@@ -135,13 +135,14 @@ class EvalConfig(Section):
     """Evaluations of the policy during the run, on held-out tasks. A bare ``--eval`` makes one every 10 versions."""
 
     interval: int = Field(default=10, ge=1)
-    """Evaluate policy version 0 and every one that this divides, as far as it makes a batch."""
+    """Evaluate policy version 0 and every version that this divides, if it makes a batch."""
 
     environments: list[EnvironmentConfig] | None = None
-    """What is asked; unset: the environments of training, on other tasks."""
+    """Environments to evaluate on; unset: the environments of training, on other tasks."""
 
     num_tasks: int | None = Field(default=None, ge=1)
-    """Tasks of each environment; unset: all of one that has a certain number (`jsonl`), 128 of one without an end."""
+    """Tasks of each environment; unset: all tasks of an environment with a certain number (`jsonl`), 128 of an
+    environment without an end."""
 
     samples_per_task: int = Field(default=1, ge=1, le=4096)
     """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
@@ -225,7 +226,7 @@ class OrchestratorConfig(Command):
 
     @property
     def signal(self) -> Literal["sum", "parts"]:
-        """What must differ in a group that teaches something."""
+        """Rewards that must differ in a group that teaches something."""
         return (self.dynamic_sampling and self.dynamic_sampling.signal) or "parts"
 
     def rollouts_of(self, section: EnvironmentConfig) -> "RolloutSettings":

@@ -50,8 +50,8 @@ class PreferenceLossConfig(Section):
     without."""
 
     reference_model: str | None = None
-    """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights
-    that the run starts with. It must not change while the run goes on."""
+    """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights that the run
+    starts with. It must not change during the run."""
 
     @field_validator("type")
     @classmethod
@@ -113,7 +113,7 @@ class PreferenceLossConfig(Section):
 
 
 class PreferenceDataConfig(SftDataConfig):
-    """Where pairs come from and how they become batches."""
+    """The source of pairs, and how they become batches."""
 
     name: str = ""
     """Needed: a .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
@@ -135,10 +135,11 @@ class PreferenceDataConfig(SftDataConfig):
     """Most tokens of prompt and answer, for each side of a pair."""
 
     too_long: Literal["error", "drop", "truncate"] = "error"
-    """What to do with a pair that has a side of more than `seq_len` tokens. `drop` and `truncate` say how many."""
+    """The treatment of a pair that has a side of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 
     train_on: Literal["all", "last"] = "all"
-    """What counts of an answer that is a chat: `all` turns of the assistant after the prompt, or the `last` of them."""
+    """The part of an answer that counts, if the answer is a chat: `all` turns of the assistant after the prompt, or the
+    `last` of them."""
 
     pack: bool = True
     """Fill micro-batches up to a budget of tokens, several pairs a row; sides and pairs never see each other. Models

@@ -31,9 +31,9 @@ FREE = frozenset({
     "server", "engines",
     "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
 })  # fmt: skip
-"""Settings of any process, by dotted key (`[]`: of every item), that may change on resume: where a run lies, how
-long it lasts, how often it is saved, what is reported about it, which machines and how many of them it runs on, and how
-long it waits for what."""
+"""Settings of any process, by dotted key (`[]`: of every item), that may change on resume. They say where a run is
+stored, how long it lasts, how often it is saved, what is reported about it, which machines it runs on, and how long it
+waits."""
 
 
 def fingerprint(config: TrainingCommand) -> str:
@@ -72,7 +72,7 @@ def _without_free(value: Any, key: str) -> Any:
 
 GPU_MEMORY_UTILIZATION = 0.9
 SHARED_GPU_MEMORY_UTILIZATION = 0.4
-"""Of a GPU on which the trainer lies as well."""
+"""Share of a GPU that the trainer uses, too."""
 
 
 def choose_for_training(
@@ -104,7 +104,7 @@ def choose_for_engine(
 
     Args:
         dtype: of the trainer, where there is one.
-        shares_gpu: the trainer lies on the same GPU.
+        shares_gpu: the trainer is on the same GPU.
     """
     chosen = _fill(config.model, "model", dtype=dtype or BY_DEVICE[device].dtype)
     chosen |= _fill(config.engine, "engine", eager=BY_DEVICE[device].eager)

@@ -95,8 +95,7 @@ class RlConfig(Command):
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
 
     log_format: LogFormat = "text"
-    """What goes to stdout: lines for people, or `json`: one JSON object a line, see
-    docs/console.md."""
+    """Form of stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
 
     clean: bool = False
     """Remove a run that the output directory already holds, then start from scratch."""
@@ -131,7 +130,7 @@ class RlConfig(Command):
         if last is None and isinstance(orchestrator, Mapping):
             last = orchestrator.get("max_steps")
         if not isinstance(trainer, Mapping) or not str(last).isdecimal() or int(str(last)) < 1:
-            return given  # other values are refused where they stand
+            return given  # other values are refused by their own field
         if given.get("max_steps") is None and "max_steps" in trainer:
             return given  # where they differ, `hand_down_shared` says so
         return {**given, "trainer": {**trainer, "max_steps": last}}
@@ -156,9 +155,9 @@ SHARED = {
 
 
 def hand_down_shared(config: RlConfig) -> RlConfig:
-    """Return `config` with every shared setting equal in all processes that have it. What is set on `rl` itself wins.
-    Otherwise a setting that exactly one process, or several with equal values, was given goes to the others. Raise
-    ConfigError if two processes were given different values and `rl` none, or if settings do not fit together."""
+    """Return `config` with every shared setting equal in all processes that have it. A value that is set on `rl` itself
+    wins. Otherwise a setting that exactly one process, or several with equal values, was given goes to the others.
+    Raise ConfigError if two processes were given different values and `rl` none, or if settings do not fit together."""
     config = config.model_copy(deep=True)
     _check_teacher(config)
     _check_truncation(config)
@@ -188,7 +187,8 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
 
 
 def _check_ports(config: RlConfig) -> None:
-    """Refuse one port for the live page and for a server that was given its own; one that picks takes another."""
+    """Refuse one port for the live page and for a server that was given its own port; a server that picks a port takes
+    another."""
     server, dashboard = config.inference.server, config.trainer.dashboard
     is_here = config.cluster is None and config.slurm is None
     if dashboard is None or not is_here or "port" not in server.model_fields_set:

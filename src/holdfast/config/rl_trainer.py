@@ -39,8 +39,8 @@ class EnvironmentTrainingConfig(Section):
     """How the rollouts of one environment of the mix are trained."""
 
     advantage: str | None = None
-    """The advantage of this environment's groups; unset: `trainer.advantage`. What is normalised over the batch is
-    so over the groups with the same advantage."""
+    """The advantage of this environment's groups; unset: `trainer.advantage`. Normalising over the batch means: over
+    the groups with the same advantage."""
 
     weight: float = Field(default=1.0, gt=0)
     """Factor of its advantages."""
@@ -114,7 +114,7 @@ def _refuse(message: str, settings: dict[str, bool]) -> None:
 
 
 def _check_online_dpo(config: "TrainerConfig") -> None:
-    """Refuse what makes the gradient another than that of DPO's loss."""
+    """Refuse settings whose gradient is not the gradient of DPO's loss."""
     if config.kl is None:
         raise ValueError("advantage = 'online_dpo' compares with a reference: set kl (kl = {} takes model.name)")
     loss = config.loss
@@ -136,7 +136,7 @@ def _check_online_dpo(config: "TrainerConfig") -> None:
 
 
 class JournalConfig(Section):
-    """What stays of the journal of batches, `rollouts/`, to be looked into."""
+    """Batches that stay in the journal, `rollouts/`, to be looked into."""
 
     keep: Annotated[int, Field(ge=0)] | Literal["all"] = 20
     """Keep this many of the newest trained batches, or `all`, though no checkpoint needs them any more. They are
@@ -164,7 +164,7 @@ class TrainerConfig(TrainingCommand):
     )
 
     advantage_std: Literal["group", "batch"] = "group"
-    """Whose standard deviation `grpo` divides by: that of the rewards of the group, or of the batch."""
+    """Standard deviation by which `grpo` divides: of the rewards of the group, or of the batch."""
 
     advantage_k: int | None = Field(default=None, ge=2)
     """The k of `pass_at_k`, at most `group_size`."""
@@ -176,7 +176,7 @@ class TrainerConfig(TrainingCommand):
     """`[environments.NAME]`: another `advantage`, and a `weight`, for one environment of the mix."""
 
     rewards: RewardConfig = Field(default_factory=RewardConfig)
-    """What happens to rewards before advantages."""
+    """Changes of rewards before advantages."""
 
     reward_model: RewardModelConfig | None = None
     """A learned reward model; unset: the rewards of the environments."""
@@ -200,7 +200,7 @@ class TrainerConfig(TrainingCommand):
     """Supervised samples beside the rollouts."""
 
     alerts: AlertsConfig = Field(default_factory=AlertsConfig)
-    """What metrics must look like for an alert."""
+    """Values of metrics that raise an alert."""
 
     mismatch_limit: float | None = Field(default=None, gt=0, allow_inf_nan=True)
     """Largest `mismatch_kl`, in nats a token, of rollouts by the very weights that a step trains: above it trainer and
@@ -208,8 +208,8 @@ class TrainerConfig(TrainingCommand):
     sampling cuts tokens), 0.05 where trainer or engines are in bfloat16; `inf`: never."""
 
     sampler_dtype: DType | None = None
-    """Dtype of the engines, which decides what difference counts as rounding; unset: `model.dtype`. `rl` fills in that
-    of its inference server."""
+    """Dtype of the engines, which decides what difference counts as rounding; unset: `model.dtype`. `rl` fills in the
+    value of its inference server."""
 
     journal: JournalConfig = Field(default_factory=JournalConfig)
     """Batches that stay after they are trained."""
@@ -219,9 +219,9 @@ class TrainerConfig(TrainingCommand):
     (docs/models.md) rows of one sample each, with their padding."""
 
     share_prompts: bool = True
-    """Whether the answers to one prompt share its tokens in a row, which computes the prompt once for all of them, if
-    the model allows it (docs/models.md) and as far as they fit `row_tokens`: with a prompt that almost fills a row each
-    answer computes it again. Without dropout losses and gradients are the same up to rounding."""
+    """Whether the answers to one prompt share its tokens in a row. The prompt is then computed once for all answers, if
+    the model allows it (docs/models.md) and as far as they fit `row_tokens`. With a prompt that almost fills a row,
+    each answer computes it again. Without dropout losses and gradients are the same up to rounding."""
 
     async_level: int = Field(default=1, ge=0)
     """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""
@@ -345,7 +345,7 @@ class TrainerConfig(TrainingCommand):
             )
 
 
-# Environments with one sampled turn; those of users may have several.
+# Environments with one sampled turn; environments of users may have several.
 _SINGLE_TURN = ("reverse_text", "jsonl")
 
 

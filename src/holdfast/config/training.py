@@ -32,11 +32,11 @@ class LoraConfig(Section):
     """The product of B and A counts alpha / rank times."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what goes into the adapters. Not with `rl`, whose engines have none."""
+    """Dropout of the adapters' input. Not with `rl`, whose engines have none."""
 
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Which linear layers get an adapter: all of the decoder, or those whose names end like one of
-    these, such as ["q_proj", "v_proj"]."""
+    """Which linear layers get an adapter: all of the decoder, or layers whose names end like a name here, such as
+    ["q_proj", "v_proj"]."""
 
     @field_validator("target_modules")
     @classmethod
@@ -46,7 +46,7 @@ class LoraConfig(Section):
         return sorted(set(names)) if isinstance(names, list) else names
 
 
-_RDZV_PORT = 29400  # that of torchrun
+_RDZV_PORT = 29400  # the port of torchrun
 
 
 class TrainedModelConfig(ModelConfig):
@@ -58,7 +58,7 @@ class TrainedModelConfig(ModelConfig):
 
     dtype: DType | None = None
     """Dtype of forward, backward and published weights. Master weights and optimizer state are always float32. Unset:
-    that of the run that is resumed, else bfloat16 on CUDA and float32 on CPU."""
+    the dtype of the run that is resumed, else bfloat16 on CUDA and float32 on CPU."""
 
     attention: str = "packed"
     """`packed` (causal attention per sample, any device; where a model asks for more, `sdpa` or `eager` of
@@ -66,14 +66,14 @@ class TrainedModelConfig(ModelConfig):
     `eager` get one sample a row."""
 
     activation_checkpointing: bool | None = None
-    """Recompute each layer in the backward pass: less memory, about a third more time. Unset: on CUDA alone."""
+    """Recompute each layer in the backward pass: less memory, about a third more time. Unset: only on CUDA."""
 
     compile: bool = False
     """torch.compile each layer. Pays on GPUs; on CPU compiling often costs more than it brings."""
 
     fp32_lm_head: bool = False
-    """Compute logits in float32 where `dtype` is bfloat16: hidden states and weights of the output layer are those in
-    bfloat16, their products are summed, and the sums kept, in float32. `rl` gives it to its inference server."""
+    """Compute logits in float32 if `dtype` is bfloat16. Hidden states and weights of the output layer stay bfloat16;
+    sums of their products are float32. `rl` gives it to its inference server."""
 
     logits_chunk_tokens: int | None = Field(default=None, ge=1)
     """Logits exist for at most this many tokens at once. Unset: 1024 on CUDA, 4096 on CPU."""
@@ -83,12 +83,12 @@ class TrainedModelConfig(ModelConfig):
 
     @property
     def compute_dtype(self) -> DType:
-        """`dtype`; where nothing has resolved it for a device, that of the CPU."""
+        """`dtype`; if nothing has resolved it for a device, the CPU's."""
         return self.dtype or BY_DEVICE["cpu"].dtype
 
     @property
     def head_chunk_tokens(self) -> int:
-        """`logits_chunk_tokens`; where nothing has resolved it for a device, that of the CPU."""
+        """`logits_chunk_tokens`; if nothing has resolved it for a device, the CPU's."""
         return self.logits_chunk_tokens or BY_DEVICE["cpu"].logits_chunk_tokens
 
     @model_validator(mode="after")
@@ -122,11 +122,11 @@ class ParallelConfig(Section):
     that all share. Under an outer `torchrun` or `srun` with one process per machine: as many as it has."""
 
     rdzv_endpoint: str | None = None
-    """`HOST:PORT` where several nodes meet; HOST is one of them, which prepares the run, and PORT free there (29400
-    unless given). Under an outer `torchrun` or `srun`: its first machine."""
+    """`HOST:PORT` where several nodes meet. HOST is a node of the run, which prepares the run, and PORT is free there
+    (29400 unless given). Under an outer `torchrun` or `srun`: its first machine."""
 
     rdzv_timeout_s: float = Field(default=900.0, gt=0)
-    """How long nodes wait for one another: at the start, and for one that was lost to come back."""
+    """How long nodes wait for one another: at the start, and for a lost node to come back."""
 
     max_restarts: int = Field(default=3, ge=0)
     """Within ten minutes the trainer of several nodes is started again at most this many times; needs `ckpt`. Under
@@ -195,7 +195,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
         parts = urlsplit(f"//{endpoint}")
         host, port = parts.hostname, parts.port
         (host or "").encode("idna")
-    except ValueError:  # no number, one that no port has, half a bracket, or a name that no host has
+    except ValueError:  # no number, a number above all ports, half a bracket, or a name that no host has
         parts = host = port = None
     is_plain = parts is not None and parts.netloc == endpoint and not re.search(r"[\s@]|:$", endpoint)
     if not (host and is_plain) or port == 0:
@@ -239,7 +239,7 @@ class OptimConfig(Section):
     """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The schedule falls towards `lr` times this, which a step behind its last would have."""
+    """The schedule falls towards `lr` times this, which a step after its last would have."""
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
@@ -251,7 +251,7 @@ class OptimConfig(Section):
         """Check that warm-up ends before the schedule does.
 
         Raises:
-            ValueError: it does not; the message names settings as those of `section`.
+            ValueError: it does not; the message names settings as settings of `section`.
         """
         end, name = max_steps, "max_steps"
         if self.schedule_steps is not None:
@@ -261,14 +261,15 @@ class OptimConfig(Section):
 
 
 class PolicyOptimConfig(OptimConfig):
-    """Optimizer, gradient clipping and schedule, with the rate for a policy that is improved and not taught anew."""
+    """Optimizer, gradient clipping and schedule, with the rate for a policy that is improved and not taught from
+    scratch."""
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate. Unset, LoRA has ten times as much."""
 
 
 class SupervisedOptimConfig(OptimConfig):
-    """Optimizer, gradient clipping and schedule of what is trained on rows of data."""
+    """Optimizer, gradient clipping and schedule of training on rows of data."""
 
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate. Unset, LoRA has ten times as much."""
@@ -297,14 +298,14 @@ class DpoOptimConfig(SupervisedOptimConfig):
 
 
 _LORA_RATE = 10
-"""Schulman et al. 2025, LoRA Without Regret: the best rate of adapters is about ten times that of whole weights."""
+"""Schulman et al. 2025, LoRA Without Regret: the best rate of adapters is about ten times the rate of whole weights."""
 _WARMUP_SHARE = 10
 RATES = ("lr", "schedule", "warmup_steps")
-"""Settings of an optimizer that a run keeps when it goes on, unless they are given."""
+"""Settings of an optimizer that a run keeps when it resumes, unless they are given."""
 
 
 class TrainingCommand(Command):
-    """What every training program has."""
+    """Settings of every training program."""
 
     program: ClassVar[str]
     """Name of the program: of its command, its module in `holdfast.trainer.programs`, and in its checkpoints."""
@@ -320,8 +321,7 @@ class TrainingCommand(Command):
     On CPU all do, and this changes nothing."""
 
     log_format: LogFormat = "text"
-    """What goes to stdout: lines for people, or `json`: one JSON object a line, see
-    docs/console.md."""
+    """Form of stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
 
     keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20
     """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""
@@ -346,7 +346,7 @@ class TrainingCommand(Command):
     """Experiment trackers that get the metrics: none unless given; a bare `--tracking` writes for TensorBoard."""
 
     dashboard: DashboardConfig | None = None
-    """Serve the report of the run while it goes on: not unless given; a bare `--dashboard` at 127.0.0.1:9466."""
+    """Serve the report of the run during the run: not unless given; a bare `--dashboard` at 127.0.0.1:9466."""
 
     @property
     def length_flag(self) -> str:
@@ -367,7 +367,7 @@ class TrainingCommand(Command):
         """Fill in, in place, what is unset of the learning rate and its schedule; what was given stays.
 
         Args:
-            kept: the same settings of the run that goes on, which come first.
+            kept: the same settings of the resumed run, which come first.
         """
         given = set(self.optim.model_fields_set)
         values: dict[str, Any] = {}
@@ -388,7 +388,7 @@ class TrainingCommand(Command):
         """Check what depends on the last step, where that is known.
 
         Raises:
-            ValueError: what lies behind it.
+            ValueError: the reason.
         """
         if self.max_steps and self.profiled_steps is not None:
             self.profiled_steps.check(self.max_steps)
@@ -411,7 +411,7 @@ class TrainingCommand(Command):
 
 
 class SftDataConfig(Section):
-    """Where samples come from and how they become batches."""
+    """The source of samples, and how they become batches."""
 
     name: str = ""
     """Needed: a .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
@@ -434,15 +434,15 @@ class SftDataConfig(Section):
     """Most tokens of one sample, and with `pack` of one row."""
 
     on_bad_row: Literal["error", "drop"] = "error"
-    """What to do with rows that cannot be used, such as broken JSON: name the first of them, or leave them out and say
-    how many."""
+    """The treatment of unusable rows, such as broken JSON: name the first of them, or leave them out and say how
+    many."""
 
     too_long: Literal["error", "drop", "truncate"] = "error"
-    """What to do with a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
+    """The treatment of a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 
     train_on: Literal["all", "last"] = "all"
-    """What is trained of a chat: `all` turns of the assistant, or the `last` of them; in rows with a prompt, of the
-    completion alone. Plain `text` is trained whole."""
+    """Trained part of a chat: `all` turns of the assistant, or the `last` turn; in rows with a prompt, turns of the
+    completion. Plain `text` is trained whole."""
 
     pack: bool = True
     """Fill micro-batches up to a budget of tokens, several samples a row, which never see each other. Models whose
@@ -457,13 +457,14 @@ class SftDataConfig(Section):
     may run on. The samples are the same with any number."""
 
     cache_dir: str | None = None
-    """Where more than a few thousand rows are kept tokenised, for the next start and for what does not fit into memory;
-    unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. What is not used any more can
+    """Directory in which more than a few thousand rows are kept tokenised, for the next start and for rows that do not
+    fit into memory;
+    unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. Unused directories in it can
     be deleted."""
 
 
 class SupervisedCommand(TrainingCommand):
-    """What every training program on rows of data has."""
+    """Settings of every training program on rows of data."""
 
     alternatives = (("max_steps", "epochs"), ("epochs", "max_steps"))
 
@@ -504,10 +505,10 @@ NOT_ON_NODES = (
 
 
 class EvaluatedCommand(SupervisedCommand):
-    """What every training program of a policy on rows of data has."""
+    """Settings of every training program of a policy on rows of data."""
 
     eval: CheckpointEvalConfig | None = None
-    """Evaluations on held-out tasks while training goes on; unset: none."""
+    """Evaluations on held-out tasks during training; unset: none."""
 
     @model_validator(mode="after")
     def _has_checkpoints_to_evaluate(self) -> Self:
@@ -525,7 +526,7 @@ class EvaluatedCommand(SupervisedCommand):
         return self
 
     def awaits_evaluation(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is one that is evaluated."""
+        """Whether the checkpoint of `step` is evaluated."""
         return self.eval is not None and (step % self.eval.interval == 0 or step == self.max_steps)
 
 
@@ -548,11 +549,11 @@ def schedule_end(config: OptimConfig, max_steps: int) -> int | None:
 def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
     """Return the learning rate of the 1-based optimizer step `step`; it is never 0.
 
-    Linear warm-up, `lr * step / warmup_steps`; then `lr`, or from `lr` on the first step behind the warm-up down a
-    line or half a cosine, which would be at `lr * min_lr_ratio` on the step behind `schedule_steps` (unset:
-    `max_steps`). That is what transformers' schedules give after `step - 1` steps, and within the warm-up after
-    `step`: theirs begins with a step at rate 0, which trains nothing.
-    Steps behind `schedule_steps` keep the rate of that step.
+    Linear warm-up, `lr * step / warmup_steps`; then `lr`, or from `lr` on the first step after the warm-up down a line
+    or half a cosine, which would be at `lr * min_lr_ratio` on the step after `schedule_steps` (unset: `max_steps`).
+    That is what transformers' schedules give after `step - 1` steps, and within the warm-up after
+    `step`: theirs begins with a step at rate 0, which trains nothing. Steps after `schedule_steps` keep the rate of
+    that step.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps

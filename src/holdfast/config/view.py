@@ -1,4 +1,4 @@
-"""Settings of what people see of a run: alerts, the live page, experiment trackers and profiled steps."""
+"""Settings of the view of a run: alerts, the live page, experiment trackers and profiled steps."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class AlertsConfig(Section):
     """`ref_kld` this many times its median, and above 0.01."""
 
     entropy_share: float = Field(default=0.1, ge=0, lt=1)
-    """`entropy` below this share of what it was at the first step."""
+    """`entropy` below this share of its value at the first step."""
 
     mismatch_growth: float = Field(default=10.0, gt=1)
     """`mismatch_kl` this many times its median, and above 0.001."""
@@ -30,7 +30,7 @@ class AlertsConfig(Section):
 
 
 class DashboardConfig(Section):
-    """Where the report of the run is served while it is trained, for a browser (docs/console.md)."""
+    """Address at which the report of the run is served during training, for a browser (docs/console.md)."""
 
     port: int = Field(default=9466, ge=0, le=65535)
     """Port on 127.0.0.1 of this run, each of several on a machine its own; 0: any free one, which the console names."""
@@ -44,13 +44,13 @@ class TrackingConfig(Section):
     each tracker (docs/console.md)."""
 
     backends: list[str] = Field(default=["tensorboard"], min_length=1)
-    """Of `tensorboard`, `wandb`, `mlflow`, `trackio`, `prometheus`, and `module:Class` for one of your own."""
+    """Trackers: `tensorboard`, `wandb`, `mlflow`, `trackio`, `prometheus`, and `module:Class` for your own."""
 
     project: str = Field(default="holdfast", min_length=1)
     """The project, or experiment, that the run belongs to."""
 
     name: str | None = Field(default=None, min_length=1)
-    """What the run is called; unset: the name of its directory."""
+    """Name of the run; unset: the name of its directory."""
 
     tags: list[str] = []
     """Tags of the run."""

@@ -4,7 +4,7 @@
     routes that change the server (ADMIN)   with the token, if one is set; JSON only; no page of a browser
     other routes of vLLM                    nobody
 
-Any page that is open in a browser may send forms to a loopback server, and may point its own name at 127.0.0.1. So a
+Any page that is open in a browser may send forms to a loopback server, and may point its own name at 127.0.0.1. A
 loopback server only answers requests that are addressed to this machine by its own names, and admin routes refuse
 requests from a page.
 

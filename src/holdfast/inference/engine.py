@@ -78,7 +78,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
         "max-model-len": config.model.max_len,
         "load-format": LOAD_FORMAT if config.model.load == "auto" else "dummy",
         "worker-extension-cls": "holdfast.inference.worker.PolicyWorker",
-        # Of the distribution that tokens are sampled from: after temperature and truncation.
+        # Log-probabilities of the distribution that tokens are sampled from: after temperature and truncation.
         "logprobs-mode": "processed_logprobs",
         # The model's own top-p and top-k would bend the distribution that the policy is trained on.
         "generation-config": "vllm",
@@ -186,7 +186,7 @@ class VllmSampler:
         return self._engine.errored
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Ask the engine for a sign of life, a token if `generates`; return its failure, or None."""
+        """Ask the engine whether it lives, for a token if `generates`; return its failure, or None."""
         if not generates:
             await self._engine.get_weight_version()  # the answer comes from the engine's own loop
             return None

@@ -42,7 +42,7 @@ from holdfast.run.inputs import check_max_len, check_model_path, check_tokenizer
 from holdfast.run.run_dir import RunDir, owner_of
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-# Of a Unix socket's path, without `/UUID` and eight random characters.
+# Most characters of a Unix socket's path, without `/UUID` and eight random characters.
 _MOST_BYTES_OF_HOME = 107 - 37 - 8
 
 _ANYWHERE = {
@@ -108,7 +108,7 @@ def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
 
 
 def _keep_temporary_files_in(scratch: Path) -> None:
-    """Have vLLM put its sockets and rendezvous files into `scratch`: a killed engine leaves them behind."""
+    """Have vLLM put its sockets and rendezvous files into `scratch`: a killed engine leaves them there."""
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(scratch))
     home = tempfile.gettempdir()
     if scratch.parent != Path(home):

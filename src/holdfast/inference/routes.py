@@ -94,7 +94,7 @@ class SamplingEngine(Protocol):
         ...
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Ask the engine for a sign of life, a token if `generates`; return its failure, or None."""
+        """Ask the engine whether it lives, for a token if `generates`; return its failure, or None."""
         ...
 
 

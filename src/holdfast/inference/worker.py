@@ -39,7 +39,7 @@ _log = logging.getLogger("vllm.inference.worker")
 # It warns at every update of each layer without weights.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
-# Of the weights that `CheckedLoader` has put into the model of this process.
+# Digest of the weights that `CheckedLoader` has put into the model of this process.
 _loaded_digest: str | None = None
 
 
@@ -81,8 +81,8 @@ def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:
 def _never_one_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return vLLM's matrix product on CPUs with a single row doubled.
 
-    For one row oneDNN uses another kernel, which adds up more than 1,024 products in float32 in another order. So the
-    last answer of a batch would have other bits than the same answer beside others.
+    For one row oneDNN uses another kernel, which adds up more than 1,024 products in float32 in another order. The last
+    answer of a batch would have other bits than the same answer beside others.
     """
 
     def multiplied(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -60,12 +60,12 @@ class Placement:
 
     @property
     def trainer_device(self) -> DeviceType:
-        """What the trainer computes on."""
+        """Device of the trainer."""
         return "cuda" if self.trainer else "cpu"
 
     @property
     def shares(self) -> bool:
-        """Whether an engine lies on a GPU of the trainer."""
+        """Whether an engine is on a GPU of the trainer."""
         return any(gpu in self.trainer for engine in self.engines for gpu in engine)
 
     def environment(self, gpus: Sequence[Gpu]) -> dict[str, str]:
@@ -169,7 +169,7 @@ def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]
 
 
 def evaluation_gpus(config: TrainingCommand, placement: Placement, machine: Machine) -> tuple[Gpu, ...]:
-    """Return the GPUs of the evaluations beside a training program, if it has any: those that the trainer leaves."""
+    """Return the GPUs of the evaluations beside a training program, if it has any: GPUs that the trainer leaves."""
     if not isinstance(config, EvaluatedCommand) or config.eval is None:
         return ()
     check_build(config.eval.inference, machine, key="eval.inference.engine.device")

@@ -1,6 +1,6 @@
 """Chooses the inference servers of an `rl` run: a free server that already answers, servers given by URL, or its own.
 
-The launcher chooses and claims servers before it touches anything. So two launchers that look at the same moment never
+The launcher chooses and claims servers before it touches anything. Two launchers that look at the same moment never
 take the same server or port. A port reservation is an abstract Unix socket with the port in its name. The kernel gives
 a name to one process at a time, frees it however that process ends, and separates names by network namespace, as it
 separates ports. A loading server does not listen yet, so nothing else could show that its port is taken.
@@ -139,7 +139,7 @@ class _Taken(Exception):
 
 @dataclass(frozen=True)
 class Servers:
-    """What a run samples with.
+    """The engines of a run.
 
     Attributes:
         starts_own: the run starts servers of its own at the addresses in its configuration.
@@ -199,7 +199,7 @@ class _ServerChoice:
                 release_all(self._held)
                 if picks_port:
                     return self._own_servers(str(taken))
-                # What a launcher started ends moments after the launcher.
+                # Processes that a launcher started end moments after the launcher.
                 was_cut_off = self._run_dir.holds_run() and not self._run_dir.is_under_way()
                 if not (taken.may_be_ending and was_cut_off and time.monotonic() < deadline):
                     other = "choose another port with --inference.server.port"
@@ -313,7 +313,7 @@ class _ServerChoice:
         return served.model
 
     def _claim_if_there(self, url: str) -> None:
-        """Claim a server that the user named; the orchestrator waits for one that is not started yet."""
+        """Claim a server that the user named; the orchestrator waits for a server that is not started yet."""
         try:
             served = _look(url)
         except _Taken:  # the orchestrator raises the error, after it has waited

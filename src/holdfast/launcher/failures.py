@@ -1,4 +1,4 @@
-"""What a dead or hanging process means for a run: its reason, whether and when it is started again, and what to print.
+"""The effect of a dead or hanging process on a run: its reason, whether and when it is started again, and the message.
 
 The reason of an engine failure is in the log of the inference server: vLLM's engine is another process and tells nobody
 else. A storage that cannot be written (a full disk) does not count as a crash: everything that was committed is intact,
@@ -122,7 +122,7 @@ class StorageBackoff:
     def delay_s(self, step: int) -> float | None:
         """Return the seconds to wait before the next try, after a failure after `step`; None: give up.
 
-        The time begins anew with each new step, because then there was room again.
+        The time begins again with each new step, because then there was room again.
         """
         now = awake_s()
         if step > self._step:
@@ -387,7 +387,7 @@ class FailureDetector:
         return death_of(child, stuck=stuck, restarts=self._restarts)
 
     def _code_of(self, child: Child) -> int:
-        """Return its exit code; that of a crash if a server could not start again: its port may not be free yet."""
+        """Return its exit code; the code of a crash if a server could not start again: its port may not be free yet."""
         monitor = self._monitors[child.name]
         was_starting_again = child.is_service and monitor.was_well and not monitor.is_well
         return 1 if was_starting_again else child.process.returncode

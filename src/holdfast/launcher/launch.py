@@ -99,7 +99,7 @@ def with_evaluations(
 
 
 def launch_training(config: TrainingCommand) -> int:
-    """Run `sft`, `dpo`, `reward-model`, or the trainer of `rl` alone; return the exit code."""
+    """Run `sft`, `dpo`, `reward-model`, or only the trainer of `rl`; return the exit code."""
     if isinstance(config, SupervisedCommand) and config.slurm is not None:
         check_training(config)
         return submit_training(config)

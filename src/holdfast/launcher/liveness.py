@@ -35,7 +35,7 @@ def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> 
     """Make a directory for the heartbeats of the run in `run_dir`, in memory if possible; remove it at the end.
 
     Args:
-        is_shared: processes of other hosts send heartbeats as well: it lies in `run_dir`, which they see.
+        is_shared: processes of other hosts send heartbeats as well: it is in `run_dir`, which they see.
         node: number of this node; several may be on one machine.
 
     The next launcher takes over the directory of a killed one, or the launcher of another run removes it.

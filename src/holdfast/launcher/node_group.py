@@ -1,4 +1,4 @@
-"""The launcher of one node among those of a multi-node run: the head node prepares the run, all nodes follow it.
+"""The launcher of one node of a multi-node run: the head node prepares the run, all nodes follow it.
 
 The head node is the host of `parallel.rdzv_endpoint`. Only the head node looks at the run directory, takes its lock,
 and decides about the attempt and the step to resume from. If a trainer dies on any node, the attempt ends on all nodes.
@@ -41,7 +41,7 @@ _FIRST_SIGNAL = 128
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """What a node sends once, when it joins.
+    """A node's message when it joins.
 
     Attributes:
         code: digest of the installed code.
@@ -74,10 +74,10 @@ class ExitStatus(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """What a node sends again and again.
+    """A node's message, sent again and again.
 
     Attributes:
-        attempt: the last one that it took part in.
+        attempt: its last attempt.
         runs: whether its trainer runs.
         knows: the last turn of the head node that it received.
     """
@@ -91,7 +91,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class HeadState(msgspec.Struct, frozen=True):
-    """What the head node sends to all.
+    """The head node's message to all.
 
     Attributes:
         ranks: node rank by number at the meeting.
@@ -135,7 +135,7 @@ class NodePart:
 
 @dataclass(frozen=True)
 class StopOrder:
-    """What another node asks of this one: stop by `signal`, or end its trainer because of `reason`."""
+    """A request of another node: stop by `signal`, or end its trainer because of `reason`."""
 
     reason: str
     signal: int = 0
@@ -179,7 +179,7 @@ def _version(code: str) -> str:
 
 
 class NodeGroup:
-    """The command of this node among those of the others.
+    """The command of this node, beside the other nodes' commands.
 
     Args:
         config: of the training; `parallel.rdzv_endpoint` is set.

@@ -1,4 +1,4 @@
-"""Processes beside a run: one for each tracker, and one that serves the live page.
+"""Processes beside a run: one for each tracker, and one for the live page.
 
 A side process may die, hang or be slow without any effect on training.
 """
@@ -27,7 +27,7 @@ from holdfast.view.tracker import BUILT_IN, check_tracker
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 300.0
 _SILENT_FAILURES = 3
-"""So many kills in a row are worth no warning."""
+"""This many kills in a row cause no warning."""
 _STOPPING_S = 10.0
 _REFUSED = 2
 """Exit code of a mistake that another start would only repeat."""

@@ -161,7 +161,7 @@ def check_evaluations(config: TrainingCommand) -> None:
 
 
 def _is_part(name: str, *, of: str) -> bool:
-    """Whether the file `name` is the data `of`, or lies in them."""
+    """Whether the file `name` is the data `of`, or in them."""
     return os.path.isfile(name) and Path(name).resolve().is_relative_to(Path(of).resolve())  # noqa: PTH113 - whatever the text is
 
 
@@ -337,7 +337,8 @@ def _checkpoints(config: TrainingCommand, *, is_rl: bool) -> str:
 
 
 def _memory(config: TrainingCommand, parameters: int) -> str:
-    """Return the estimate of docs/memory.md: float32 weights, and gradients and two moments of what is trained."""
+    """Return the estimate of docs/memory.md: float32 weights, and gradients and two moments of the trained
+    parameters."""
     shards = config.parallel.world_size // config.parallel.replicas
     each = (4 if config.model.lora is not None else 16) * parameters / max(1, shards)
     what = "weights" if config.model.lora is not None else "weights, gradients and optimizer"

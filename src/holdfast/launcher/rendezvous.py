@@ -1,4 +1,5 @@
-"""Where the launchers of a run on several nodes meet: the address that an outer launcher gives, and the messages there.
+"""The rendezvous of the launchers of a run on several nodes: the address that an outer launcher gives, and the messages
+there.
 
 An outer launcher (`torchrun`, `srun`, a Kubernetes job) may start one command per node; the command forks its ranks
 itself. The command reads these variables, all of one row or none:
@@ -183,7 +184,7 @@ class Rendezvous:
         self._store = _open_store(address, must_host=hosts) if hosts is not False else None
         self.is_host = self._store is not None
         self.number = 0 if self.is_host else -1
-        """Of this node: 0 for the host; -1 until it has joined."""
+        """Numbers of this node: 0 for the host; -1 until it has joined."""
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
 

@@ -33,7 +33,7 @@ class Child:
 
     Attributes:
         name: `trainer`, `orchestrator`, `inference`; several servers are `inference_0` and so on.
-        log: file with its stdout and stderr, after those of its predecessors.
+        log: file with its stdout and stderr, after its predecessors' output.
         log_begin: where its own output begins.
         is_service: it runs until it is stopped; exit code 0 is a failure, too.
         has_done_its_work: whether exit code 0 is right, asked after it ended.
@@ -195,14 +195,14 @@ class Supervisor:
         return number
 
     def _wait_for_signal(self, timeout_s: float) -> None:
-        """Wait for any signal, such as that of a child that ended."""
+        """Wait for any signal, such as the signal of a child that ended."""
         select.select([self._receiver], [], [], timeout_s)
         with suppress(BlockingIOError):
             while self._receiver.recv(4096):
                 continue
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S, *, names: Collection[str] | None = None) -> None:
-        """Ask all children, or those of these names, to end; wait up to `timeout_s`, then kill what is left."""
+        """Ask all children, or children of these names, to end; wait up to `timeout_s`, then kill the rest."""
         asked = [child for child in self.children if names is None or child.name in names]
         running = [child for child in asked if child.process.poll() is None]
         for child in running:

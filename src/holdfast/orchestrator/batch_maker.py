@@ -58,7 +58,7 @@ class Selection:
 
 
 def select(outcomes: Sequence[Outcome], *, num_groups: int, signal: Signal) -> Selection:
-    """Return at most `num_groups` groups: those with signal first, then the earliest of the others."""
+    """Return at most `num_groups` groups: groups with signal first, then the earliest of the others."""
     candidates = [place for place, outcome in enumerate(outcomes) if not isinstance(outcome, Dropped)]
     # sorted is stable: equals keep the order of the draw.
     chosen = set(sorted(candidates, key=lambda place: not has_signal(outcomes[place], signal))[:num_groups])
@@ -330,8 +330,8 @@ def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
 def next_environment(state: OrchestratorState) -> str:
     """Return the environment of the next problem, and advance `state`.
 
-    Smooth weighted round-robin (nginx's): each environment earns its weight, the richest pays the total. So the shares
-    of any stretch are as near to the weights as whole problems allow.
+    Smooth weighted round-robin (nginx's): each environment earns its weight, the richest pays the total. The shares of
+    any stretch are as near to the weights as whole problems allow.
     """
     positions = {name: position for name, position in state.environments.items() if position.weight}
     for position in positions.values():

@@ -49,7 +49,7 @@ def check_environments(config: OrchestratorConfig) -> None:
 
 
 def _check_all(sections: Sequence[EnvironmentConfig], *, key: str) -> dict[str, Environment]:
-    """Check the environments of the section `key`, and return those that are built in, by name."""
+    """Check the environments of the section `key`, and return the built-in environments by name."""
     built_in: dict[str, Environment] = {}
     for position, section in enumerate(sections):
         own_key = f"{key}[{position}]"

@@ -1,4 +1,4 @@
-"""The log of what the engines sampled for the batch in progress: a killed orchestrator asks for nothing twice.
+"""The log of the engines' answers for the batch in progress: a killed orchestrator asks for nothing twice.
 
 `rollouts/generations_N.log` has one record per answer: see `holdfast.run.record_log` for the frame, and docs/files.md
 for a program that reads it. Records are msgpack maps of `Header` and `Answer`. The key of an answer is everything that
@@ -31,7 +31,7 @@ _FORMAT = 5
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
-    """First record: with what all answers of the log were sampled."""
+    """First record: weights and settings with which all answers of the log were sampled."""
 
     format: int
     step: int

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("orchestrator")
 
 _MOST_BYTES = 1 << 24
-"""Of an answer."""
+"""Size of an answer."""
 
 
 class _Message(msgspec.Struct):

@@ -72,7 +72,7 @@ def _state_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> Orc
     return OrchestratorState()
 
 
-# Of the garbage collector; Python's are 700, 10 and 10.
+# The garbage collector's; Python's are 700, 10 and 10.
 _COLLECTOR_THRESHOLDS = (10_000, 10, 10)
 
 

@@ -215,7 +215,7 @@ def version_for(step: int, run_dir: RunDir, *, async_level: int, trainer_step: i
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """Where the wall time of one batch went, in seconds.
+    """The parts of the wall time of one batch, in seconds.
 
     `period` is the time since the end of the batch before, and `busy` its part with a request in flight.
     """

@@ -1,6 +1,6 @@
-"""What the orchestrator needs to resume after a kill: counters, and seeds that are hashes of counters.
+"""The state with which the orchestrator resumes after a kill: counters, and seeds that are hashes of counters.
 
-Each random choice of a run has its own seed: the xxh3-64 of what identifies the choice, cut to 63 bits. So no choice
+Each random choice of a run has its own seed: the xxh3-64 of the identity of the choice, cut to 63 bits. No choice
 depends on timing, and no state of a random generator is saved.
 """
 
@@ -28,7 +28,7 @@ class LevelState(msgspec.Struct, kw_only=True):
 
 
 class CurriculumState(msgspec.Struct, kw_only=True):
-    """Where a curriculum is; `digest` is of the arguments of the environment and its levels."""
+    """The position in a curriculum; `digest` is of the arguments of the environment and its levels."""
 
     digest: str
     level: int = 0
@@ -56,7 +56,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     """The state after batch `step` (0 before the first); counters are since the start of the run.
 
     Attributes:
-        problems: drawn problems, with their `rollouts` and `tokens`, those of dropped groups included.
+        problems: drawn problems, with their `rollouts` and `tokens`, dropped groups included.
         sampled_tokens: tokens in batches that the policy sampled.
         teacher_digest: of the teacher's weights; empty without a teacher.
         dropped: problems, rollouts and tokens that are in no batch, by reason.

@@ -191,7 +191,7 @@ class WeightPusher:
     async def _prove(self, engine: Engine, weights: PublishedWeights) -> None:
         if engine in self._proven or (canary := weights.read_canary()) is None:
             return
-        # Engines take `seq_len` tokens, one of them sampled.
+        # Engines take `seq_len` tokens, including one sampled token.
         await check_canary(self.client, engine, canary.head(self.seq_len - 1), weights_digest=weights.digest)
         self._proven.add(engine)
 

@@ -1,13 +1,15 @@
 """Plays prompt groups, in this process or in worker processes of an environment.
 
 If a worker dies, another worker plays its groups again, with the same samples and so the same result. A group is at
-fault if it ends a worker that plays it alone, or if the worker named its task before the end.
+fault if it ends a worker that plays nothing else, or if the worker named its task before the end.
+
+    (singly: by a worker that plays nothing else)
 
     how a worker dies                    the group at fault    the others
-    code blocks it beyond `timeout_s`    fails: timeout        played again; alone, unless a task was named
-    it exits, or of a signal             fails: crash          played again, each alone
+    code blocks it beyond `timeout_s`    fails: timeout        played again; singly, unless a task was named
+    it exits, or of a signal             fails: crash          played again, singly
     it is out of memory                  fails: memory         played again
-    a signal from outside                played again          played again; from the second time on alone
+    a signal from outside                played again          played again; from the second time on singly
 """
 
 from __future__ import annotations
@@ -86,13 +88,13 @@ _GRACE_S = 15.0
 _END_S = 5.0
 _TAIL = 1 << 13
 _MOST_OUTPUT_BYTES = 1 << 24
-"""Of one worker, shown: an environment that prints without end must not fill the disk of the log."""
+"""Shown of one worker: an environment that prints without end must not fill the disk of the log."""
 
 DeathKind = Literal["crashed", "hung", "killed"]
 
 
 class GroupKilled(ProcessKilled):
-    """Something outside killed the process that played a group; `is_alone`: the group is to be played alone."""
+    """Something outside killed the process that played a group; `is_alone`: a worker must play only this group."""
 
     def __init__(self, told: str, *, is_alone: bool) -> None:
         super().__init__(told)

@@ -85,8 +85,8 @@ def set_thread_environment(threads: int) -> None:
 @contextlib.contextmanager
 def heavy_imports() -> Iterator[None]:
     """Import large libraries without looking for garbage meanwhile, nor among what they made ever after. They make a
-    million objects that stay; the collector would walk over all of them a dozen times, which is a fifth of the time
-    that importing torch or vLLM takes, and once in a while in the middle of a step."""
+    million objects that stay. The collector would walk over all of them a dozen times, a fifth of the time of importing
+    torch or vLLM, and again in the middle of some steps."""
     gc.disable()
     try:
         yield
@@ -117,7 +117,7 @@ class _LossyFile(io.FileIO):
 
 
 class _NamedOutput(io.FileIO):
-    """Names itself in its errors, which are not those of a file of the run."""
+    """Names itself in its errors, which must not look like errors of a file of the run."""
 
     def write(self, data: Any, /) -> int | None:
         try:
@@ -187,7 +187,7 @@ def run_reporting_errors(program: Callable[[], object]) -> NoReturn:
 
 
 def exit_code_of(program: Callable[[], int]) -> int:
-    """Run `program`; return its exit code, or after its error that of the error, which is reported."""
+    """Run `program`; return its exit code. Report its error, and return the error's exit code."""
     try:
         return program()
     except Exception as error:  # noqa: BLE001 - reported, and the process ends

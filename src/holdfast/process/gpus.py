@@ -47,7 +47,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What the installed PyTorch was built for.
+    """The platform that the installed PyTorch was built for.
 
     Attributes:
         cuda: such as `13.0`; None: it was built without.
@@ -63,7 +63,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ, *, files: Path = Path
     Args:
         files: where the files of driver and devices are looked for.
 
-    Raise ConfigError if CUDA_VISIBLE_DEVICES names one that is not there, or one twice; or the driver fails.
+    Raise ConfigError if CUDA_VISIBLE_DEVICES names a missing GPU, or a GPU twice; or the driver fails.
     """
     wanted = environment.get(VISIBLE_DEVICES_ENV)
     if wanted is not None and wanted.strip() in ("", "-1"):  # what people write who want none
@@ -161,7 +161,8 @@ def vllm_device() -> Literal["cpu", "cuda"] | None:
 
 
 def require_vllm() -> Literal["cpu", "cuda"]:
-    """Return what the installed vLLM is built for. Raise ConfigError, with what to install, if there is none."""
+    """Return what the installed vLLM is built for. Raise ConfigError, with the command that installs it, if there is
+    none."""
     device = vllm_device()
     if device is None:
         raise ConfigError(

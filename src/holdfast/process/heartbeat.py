@@ -3,7 +3,7 @@
 The launcher names a file in the environment; a thread of the process writes it every second. Only a change of the
 content counts, not its time, so clocks may jump. The thread lives on while the work is stuck, so a heartbeat also
 counts the progress of the work (event loop, phase, micro-batch), and says what the process does and how long that may
-take. `holdfast.launcher.liveness` reads the files. They lie in memory: a full run directory makes no process look dead.
+take. `holdfast.launcher.liveness` reads the files. They are in memory: a full run directory makes no process look dead.
 
 After `docker pause`, SIGSTOP of everything or a suspended job, all deadlines by `time.monotonic` have passed. `awake_s`
 leaves out such freezes: a thread reads the clock each second, and only a very late read shows a freeze.
@@ -60,13 +60,14 @@ _clock = _Clock()
 
 
 def awake_s() -> float:
-    """Return seconds for measuring spans of time, as `time.monotonic` does, without those in which we were frozen."""
+    """Return seconds for measuring spans of time, as `time.monotonic` does, without the seconds in which we were
+    frozen."""
     return _clock.read()
 
 
 def _begin_anew() -> None:
     global _clock
-    _clock = _Clock()  # a fork has no threads, and perhaps a lock that one of them held
+    _clock = _Clock()  # a fork has no threads, and perhaps a lock that a thread held
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -124,7 +125,8 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
 
     Args:
         pids: as they named themselves.
-        of: their common ancestor, or one of them. A process that is not its child has another owner by now: left alone.
+        of: their common ancestor, or a process of the list. A process that is not its child has another owner by now:
+            left alone.
         log: where it lands.
     """
     import psutil  # takes 0.03 s, and few processes come here
@@ -172,7 +174,7 @@ class Beat(msgspec.Struct, frozen=True):
     """The content of a heartbeat.
 
     Attributes:
-        moves: signs of life of its work, also while it only retries.
+        moves: heartbeats of its work, also while it only retries.
         work: units of progress.
         doing: its phase, in words.
         bound_s: stuck after so long without progress; None: it waits for others, which have bounds.
@@ -223,7 +225,7 @@ class Heartbeat:
         data = msgspec.json.encode(msgspec.structs.replace(self.beat, pid=os.getpid())).ljust(_BEAT_BYTES)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
-            os.utime(descriptor)  # a sign of life, even where not one byte fits
+            os.utime(descriptor)  # a heartbeat, even if not one byte fits
             os.pwrite(descriptor, data, 0)
             os.ftruncate(descriptor, len(data))
         finally:

@@ -1,8 +1,8 @@
 """Import order and user code: holdfast and installed packages come first, then the directory where a run starts.
 
 A user's `trainer.py` or `logging.py` must not replace modules of holdfast or Python; still, `module:function` in a
-setting names a module there. So every process starts without the working directory on its path (`python -P`), and
-entries of PYTHONPATH move to its end. The directory comes after them, when a user's module is loaded.
+setting names a module there. Therefore every process starts without the working directory on its path (`python -P`),
+and entries of PYTHONPATH move to its end. The directory comes after them, when a user's module is loaded.
 
 Libraries that upload (botocore, aiohttp) draw from Python's global random generator, as often as the network fails. In
 a trainer its state belongs to the run and its checkpoints. `keep_uploads_apart` gives uploads a generator of their own.
@@ -32,7 +32,7 @@ from holdfast.process.run_module import pythonpath
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs one of our modules, whatever lies in the working directory."""
+    """Return the command line that runs one of our modules, whatever is in the working directory."""
     return [sys.executable, "-P", str(Path(__file__).with_name("run_module.py")), module, *arguments]
 
 
@@ -42,17 +42,17 @@ def protect_children() -> None:
 
 
 def leave_out_working_directory() -> None:
-    """Take the working directory off PYTHONPATH, for a process whose children import no module of the user. What else
-    is on it stays: clusters provide packages that way."""
+    """Take the working directory off PYTHONPATH, for a process whose children import no module of the user. Its
+    other entries stay: clusters provide packages that way."""
     words = [word for word in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if word]
     if others := [word for word in words if Path(word).resolve() != Path.cwd()]:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
 
 
 def import_users(name: str) -> ModuleType:
-    """Import a module of the user, from PYTHONPATH or the working directory, or one that is installed. Raise
-    ConfigError if another module than that file has its name; ImportError, also with the module that took the name, and
-    whatever the module raises."""
+    """Import a module of the user, from PYTHONPATH or the working directory, or an installed module. Raise ConfigError
+    if another module than that file has its name; ImportError, also with the module that took the name, and whatever
+    the module raises."""
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     importlib.invalidate_caches()
@@ -220,5 +220,5 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
 
 
 def is_checkout(package: Path = Path(__file__).parents[1]) -> bool:
-    """Return whether `package`, by default ours, lies in a checkout, where commands begin with `uv run`."""
+    """Return whether `package`, by default ours, is in a checkout, where commands begin with `uv run`."""
     return (package.parents[1] / "pyproject.toml").is_file()

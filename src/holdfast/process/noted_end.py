@@ -1,8 +1,8 @@
 """Run another program that dies with its parent, and tell the parent how it ended: `Ending`, and a process between.
 
-For programs that a library starts without reporting how they ended. The
-process between is `... noted_end PARENT_PID DESCRIPTOR PROGRAM ARGUMENT ...`. It holds the pipes of the program open
-until it has written the end down, so whoever reads their end finds it.
+For programs that a library starts without reporting how they ended. The process between is `... noted_end PARENT_PID
+DESCRIPTOR PROGRAM ARGUMENT ...`. It holds the pipes of the program open until it has written the end down, so a reader
+of their end finds it.
 """
 
 from __future__ import annotations

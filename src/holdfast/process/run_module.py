@@ -16,7 +16,7 @@ def put_users_last() -> None:
 
 
 def pythonpath() -> "list[str]":
-    """Return the entries of PYTHONPATH as `site` puts them into sys.path, less the one that holdfast is from."""
+    """Return the entries of PYTHONPATH as `site` puts them into sys.path, without the entry that holdfast is from."""
     words = [word for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word]
     home = os.path.abspath(__file__).rpartition(f"{os.sep}holdfast{os.sep}")[0]  # noqa: PTH100 - see above
     return [entry for word in words if (entry := os.path.abspath(word)) != home]  # noqa: PTH100

@@ -1,7 +1,7 @@
 """Directories of temporary files that are removed however their process ends.
 
 A process holds a lock on a file in its directory, and the kernel lets go of that when the process is over, be it by
-`kill -9`. So a directory whose lock nobody holds is abandoned, and the next process removes it.
+`kill -9`. A directory whose lock nobody holds is abandoned, and the next process removes it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _held: dict[Path, int] = {}  # of this process: opening and closing one would re
 
 
 def scratch_name() -> str:
-    """Return what the names of all directories of this user on this host begin with. Of this host, as some filesystems
-    that several have in common keep their locks to each."""
+    """Return what the names of all directories of this user on this host begin with. The name of this host: some
+    filesystems that hosts share keep the locks of each host apart."""
     return f"holdfast-{os.getuid()}-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
@@ -84,7 +84,7 @@ def remove_abandoned(home: Path | None = None) -> None:
     """Remove what processes of this user that are over have left in `home`; what is in use stays.
 
     Args:
-        home: unset: wherever temporary files lie.
+        home: unset: the directory of temporary files.
     """
     homes = _homes() if home is None else {home}
     for path in [path for one in homes for path in one.glob(f"{scratch_name()}*")]:

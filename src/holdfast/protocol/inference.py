@@ -39,7 +39,7 @@ ErrorCode = Literal["owned", "other_weights", "unreadable"]
 """Errors that a program can react to.
 
     owned           409: the server is another run's
-    other_weights   409: the request is for other weights than those that serve
+    other_weights 409: the request is for other weights than the served weights
     unreadable      507: the storage failed to read the weights of a push; they may be whole
 """
 OWNED: ErrorCode = "owned"
@@ -49,10 +49,10 @@ UNREADABLE: ErrorCode = "unreadable"
 MAX_CHOICES = 4096
 """Most seeds of one request."""
 
-# Of a request: seeds, tools, a grammar, several prompts; and for every token.
+# Size of a request: seeds, tools, a grammar, several prompts; and for every token.
 _REQUEST_BYTES = 4 << 20
 _REQUEST_TOKEN_BYTES = 64
-# Of an answer: what stands around the choices, around the tokens of one, and for every token, many times over.
+# Size of an answer: around the choices, around the tokens of a choice, and for every token, many times over.
 _ANSWER_BYTES = 1 << 16
 _CHOICE_BYTES = 4096
 _SAMPLED_TOKEN_BYTES = 512
@@ -100,7 +100,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         top_p: of the likeliest tokens the fewest whose probabilities sum to this; 1: all.
         top_k: the k likeliest tokens; 0: all.
         min_p: tokens at least this times as likely as the likeliest; 0: all.
-        stop_token_ids: a choice ends after sampling one of these; nothing else stops it.
+        stop_token_ids: a choice ends after sampling such a token; nothing else stops it.
         prompt_logprobs: also give the log-probabilities of the prompt, for checks.
         weights_digest: of the weights that the request is for: a server with others refuses it with 409 and
             `other_weights`. None: any; runs always name them.
@@ -145,8 +145,7 @@ class Choice(Completion):
 
     Attributes:
         index: of its seed.
-        prompt_logprobs: where asked for, those of every prompt token but the first, at temperature 1 and of all
-            tokens.
+        prompt_logprobs: if asked for, of every prompt token except the first, at temperature 1 and over all tokens.
     """
 
     versions: list[SampledSpan]  # pyright: ignore[reportIncompatibleVariableOverride] - nobody adds spans to an answer
@@ -303,7 +302,7 @@ def read_key(name: str, *, what: str = "key") -> str | None:
     Args:
         what: it is called in the message.
 
-    Raise ConfigError, without the key, if it cannot stand in a header.
+    Raise ConfigError, without the key, if a header cannot hold it.
     """
     key = os.environ.get(name, "")
     if not key:
@@ -317,8 +316,8 @@ def read_key(name: str, *, what: str = "key") -> str | None:
 
 
 def read_admin_token(name: str) -> str | None:
-    """Return the token in the environment variable `name`; None if unset or empty. Raise ConfigError,
-    without the token, if it cannot stand in a header."""
+    """Return the token in the environment variable `name`; None if unset or empty. Raise ConfigError, without the
+    token, if a header cannot hold it."""
     return read_key(name, what="admin token")
 
 

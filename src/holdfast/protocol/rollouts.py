@@ -98,7 +98,7 @@ def decode_packed(kind: type[Any], value: Any) -> Any:
 
 
 def list_packed(value: _Packed) -> list[int] | list[float] | list[bool]:
-    """Return the numbers of a packed array, those of a mask as booleans: `enc_hook` for text formats."""
+    """Return the numbers of a packed array, for a mask as booleans: `enc_hook` for text formats."""
     return [bool(item) for item in value] if isinstance(value, LossMask) else value.tolist()
 
 
@@ -146,9 +146,9 @@ DropReason = Literal[
     "zero_signal", "environment_error", "prompt_too_long", "timeout", "crash", "memory",
     "judge_away", "judge_refused", "judge_unreadable",
 ]  # fmt: skip
-"""Why the group of a task is not trained: all its rewards are equal, its environment failed, its prompt leaves no room
-for a sampled token, the environment took too long, ended its worker process, or used more memory than it may; or a
-judge was away for too long, refused what it was asked, or gave a reply that cannot be read."""
+"""Why the group of a task is not trained. All its rewards are equal, its environment failed, or its prompt leaves no
+room for a sampled token. Or the environment took too long, ended its worker process, or used more memory than it may.
+Or a judge was away for too long, refused the question, or gave an unreadable reply."""
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 

@@ -86,7 +86,7 @@ class RemoteCheckpoints:
                 self._store.write(name, data)
 
     def read_identity(self) -> dict[str, bytes]:
-        """Return these files, by where they lie in a run directory; without `run.json` none."""
+        """Return these files, by their paths in a run directory; without `run.json` none."""
         found = {name: self._store.read(f"{RUN_DIR}/{name}") for name in ("run.json", INPUTS_NAME)}
         for name in self._store.names(f"{RUN_DIR}/tracking"):
             found[f"tracking/{name}"] = self._store.read(f"{RUN_DIR}/tracking/{name}")
@@ -235,7 +235,7 @@ class RemoteCheckpoints:
                 raise
             except CheckpointError as error:
                 _log.warning("left alone: %s", error)
-                # What it needs cannot be known, and somebody may mend it.
+                # Nobody knows which batches it needs, and somebody may mend it.
                 protected = {*protected, step}
         superseded = retention.superseded(saved, protected)
         for step in superseded:

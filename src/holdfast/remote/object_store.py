@@ -39,7 +39,7 @@ _S3_OPTIONS: dict[str, Any] = {
 }
 _PASSING_ERRNOS = {errno.EBUSY, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.EIO)}
 _LIMIT_ERRNOS = {errno.EMFILE, errno.ENFILE}
-# Who reads from a store writes here.
+# A reader of a store writes here.
 _FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, *_LIMIT_ERRNOS}
 _PASSING_NAMES = {
     "ConnectionError",  # of python and of botocore
@@ -52,7 +52,7 @@ _PASSING_NAMES = {
 }
 
 
-# Of this module alone: the global one belongs to the training, and is saved with it.
+# Used only by this module: the global generator belongs to the training, and is saved with it.
 _generator = random.Random()
 
 
@@ -115,7 +115,7 @@ class ObjectStore:
         self._running: concurrent.futures.Future[Any] | None = None
 
     def names(self, directory: str = "") -> list[str]:
-        """Return the names of what lies directly in `directory`, sorted."""
+        """Return the names of the entries directly in `directory`, sorted."""
         path = self._path(directory)
         try:
             found = self._call(f"listing {directory or 'it'}", "ls", path, detail=False)

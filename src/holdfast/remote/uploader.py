@@ -44,7 +44,7 @@ class Uploader:
     Args:
         remote: where to; no other thread may use it.
         retention: which steps are removed there; the newest never is.
-        protected: steps to keep there, such as the one that the run was resumed from.
+        protected: steps to keep there, such as the step that the run was resumed from.
         older_weights: how many versions of weights before its own a step needs; others are removed.
         run_dir: of the run whose identity is kept beside its steps; unset: nobody's.
     """
@@ -176,7 +176,7 @@ class Uploader:
             return False
         if not isinstance(failure, StorageError):
             return is_storage_failure(failure)  # of this machine, which cannot read the checkpoint now
-        # Who is refused from the beginning has a mistake to correct; later it may be that credentials are renewed.
+        # A refusal from the beginning is a mistake to correct; later, somebody may renew the credentials.
         return failure.may_pass or (self._has_uploaded and not self._is_closed)
 
     def _pause(self) -> None:

@@ -22,7 +22,7 @@ def temporary_sibling(path: Path) -> Path:
 
 def fsync_file(path: Path) -> None:
     """Flush the content of one file to the disk."""
-    # Read-only suffices: fsync flushes the file whoever wrote it, and needs no permission to write.
+    # Read-only suffices: fsync flushes the file for all writers, and needs no permission to write.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -51,8 +51,8 @@ def make_directory(path: Path) -> None:
 
 
 def fsync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` (and `path` itself) to the disk. Raise OSError if one of them could
-    not be listed or flushed."""
+    """Flush every file and directory below `path` (and `path` itself) to the disk. Raise OSError if a directory or file
+    could not be listed or flushed."""
 
     def fail(error: OSError) -> None:  # os.walk itself passes over what it cannot list
         raise error

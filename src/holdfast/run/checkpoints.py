@@ -1,4 +1,4 @@
-"""What lies in a directory of checkpoints: kinds, states, and which ones retention may remove.
+"""The content of a directory of checkpoints: kinds, states, and which steps retention may remove.
 
 Knows names, manifests and sizes; what tensors are inside is the trainer's business.
 """
@@ -43,7 +43,7 @@ _TO_SAFETENSORS = (
 
 
 class Kind(StrEnum):
-    """What a directory holds, by the files in it."""
+    """The content of a directory, by the files in it."""
 
     CHECKPOINT = "checkpoint"
     """A committed step of a run: model, optimizer, counters and random state."""
@@ -66,7 +66,7 @@ class Kind(StrEnum):
 
 
 def kind_of(path: Path) -> Kind:
-    """Tell what `path` holds from the names of its files alone."""
+    """Return the kind of content of `path`, only by the names of its files."""
     try:
         return _kind_of(path)
     except FileNotFoundError:  # it has gone meanwhile
@@ -88,7 +88,7 @@ def _kind_of(path: Path) -> Kind:
         return Kind.ADAPTER
     if has_weights and (path / "config.json").exists():
         return Kind.WEIGHTS if (path / MANIFEST_NAME).exists() else Kind.HUGGING_FACE
-    # One that lost its index: verifying it then names the missing file.
+    # A checkpoint that lost its index: its verification names the missing file.
     if (path / MANIFEST_NAME).exists():
         return Kind.CHECKPOINT
     return Kind.PICKLED if any(path.glob(_PICKLED_FILES)) else Kind.UNKNOWN
@@ -99,9 +99,9 @@ class Entry:
     """One step in a directory of checkpoints.
 
     Attributes:
-        status: `committed`: it has a valid manifest (its files may still be damaged: see `manifest.verify`);
-            `damaged`: its manifest is missing or wrong; `unreadable`: its manifest cannot be read, so whether
-            it is whole is not known; `torn`: a save that never committed.
+        status: `committed`: it has a valid manifest (its files may still be damaged: see `manifest.verify`). `damaged`:
+            its manifest is missing or wrong. `unreadable`: its manifest cannot be read, and nobody knows whether it is
+            whole. `torn`: a save that never committed.
         manifest: None unless committed.
         reason: why it is not committed.
     """
@@ -126,8 +126,8 @@ def _file_size(path: Path) -> int:
 
 
 def list_entries(directory: Path) -> list[Entry]:
-    """Return what lies in a directory of checkpoints, ascending by step. Manifests are read, data is not. Names other
-    than `step_N` and those of unfinished saves are somebody else's and left out."""
+    """Return the entries of a directory of checkpoints, ascending by step. Manifests are read, data is not. Names other
+    than `step_N` and unfinished saves are somebody else's and left out."""
     if not directory.is_dir():
         return []
     return sorted(
@@ -196,7 +196,7 @@ def newest_intact(
         check: raises a CheckpointError for a step that is damaged; whatever else it raises passes.
         say: gets a message for each skipped step.
         what: the name of the steps in messages.
-        passing: kinds of CheckpointError that are no damage and pass, too.
+        passing: kinds of CheckpointError that are not damage and pass, too.
     """
     damaged: list[str] = []
     for step in sorted(steps, reverse=True):
@@ -214,7 +214,8 @@ def newest_intact(
 
 
 def describe_found(path: Path) -> str:
-    """Say in a few words what lies at `path`, for errors; for runs and directories of checkpoints, which steps."""
+    """Describe the content of `path` in a few words, for errors; for runs and directories of checkpoints with their
+    steps."""
     kind = kind_of(path)
     if kind is Kind.AMBIGUOUS:
         return f"a {kind} (.metadata beside *.safetensors): move away what is not meant"
@@ -240,8 +241,8 @@ def to_safetensors(path: Path) -> str:
 
 
 def require_weights(path: Path) -> Kind:
-    """Return what kind of weights `path` holds, by the names of its files. Raise CheckpointError, with what was found
-    and what is needed, if there are none."""
+    """Return what kind of weights `path` holds, by the names of its files. Raise CheckpointError, which says what is
+    there and what is needed, if there are none."""
     kind = kind_of(path)
     if kind not in (Kind.UNKNOWN, Kind.AMBIGUOUS, Kind.PICKLED):
         return kind
@@ -310,7 +311,7 @@ class Retention:
 
         Args:
             saved: every committed step with its metrics; without damaged and torn ones.
-            protected: steps in use, such as the one that the run was resumed from.
+            protected: steps in use, such as the step that the run was resumed from.
         """
         if self.keep is None:
             return []

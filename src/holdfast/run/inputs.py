@@ -146,7 +146,7 @@ def _no_weights(path: Path, *, is_trained: bool) -> str:
 
 
 def _wrong_with_weights(path: Path) -> str | None:
-    """Return what a file of safetensors is instead, by its header; None for one that is whole."""
+    """Return what a file of safetensors is instead, by its header; None for a whole file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -214,7 +214,7 @@ def _wrong_with_file(path: Path) -> str | None:
 
 
 def _wrong_with_directory(path: Path) -> str | None:
-    """Return why the files of a directory cannot be read as rows; None where they may. `datasets` reads those of one
+    """Return why the files of a directory cannot be read as rows; None where they may. `datasets` reads files of one
     kind and leaves out the others without a word."""
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):  # by `save_to_disk`
         return None
@@ -343,7 +343,7 @@ def count_parameters(name: str) -> int | None:
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """What there is to train on.
+    """Numbers of the training data.
 
     Attributes:
         kind: `samples`, `pairs` or `answers`.

@@ -95,7 +95,7 @@ def dropped_by_reason(dropped: Iterable[Dropped]) -> dict[str, Counts]:
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """What everybody may know of the orchestrator's state after batch `step`: counts since the start of the run.
+    """The public part of the orchestrator's state after batch `step`: counts since the start of the run.
 
     Attributes:
         step: the batch that was made last; 0 before the first.
@@ -120,7 +120,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
     @property
     def batched(self) -> Counts:
-        """What the batches hold: drawn less dropped."""
+        """Content of the batches: drawn less dropped."""
         return self.drawn - sum(self.dropped.values(), Counts())
 
     def next_task(self, environment: str) -> int:

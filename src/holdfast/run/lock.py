@@ -115,7 +115,7 @@ def take(path: Path, *, over_exec: bool = False) -> Holder | None:
             raise _without_locks(path, error) from error
     # Never closed: the lock lasts as long as the process, whatever becomes of the objects in it.
     Holder.me().write(descriptor)
-    # With the id of this process: a fork inherits the set, and is not the one that took the lock.
+    # With the id of this process: a fork inherits the set, and has not taken the lock.
     _own.add((os.getpid(), path.absolute()))
     return None
 

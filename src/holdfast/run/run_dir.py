@@ -21,7 +21,7 @@ JUDGEMENTS_NAME = "judgements.log"
 INPUTS_NAME = "inputs.json"
 DISCARDED = "discarded"
 SUMMARY_NAME = "summary.json"
-"""What an evaluation writes last."""
+"""The last file of an evaluation."""
 STEP_NAME = re.compile(r"step_(\d+)$")
 _OF_STEP = re.compile(r"((ema_)?step_\d+|generations_\d+\.log)$")
 _ATTEMPT = re.compile(r"attempt_(\d+)$")
@@ -40,7 +40,7 @@ def numbered_paths(parent: Path) -> list[Path]:
 
 
 def profile_name(first: int, last: int) -> str:
-    """Return the name, among the logs of an attempt, of what was recorded of the steps `first` to `last`."""
+    """Return the name, among the logs of an attempt, of the profile of the steps `first` to `last`."""
     return f"profile_steps_{first}_to_{last}"
 
 
@@ -162,11 +162,11 @@ class RunDir:
         return found
 
     def discarded(self, attempt: int) -> Path:
-        """Where attempt `attempt` put what it superseded."""
+        """The directory of files that attempt `attempt` set aside."""
         return self.path / DISCARDED / f"attempt_{attempt}"
 
     def discarded_elsewhere(self, path: Path, attempt: int) -> Path:
-        """Where attempt `attempt` put `path`, if its parent is a link to another filesystem."""
+        """The place of `path` that attempt `attempt` set aside, if its parent is a link to another filesystem."""
         return path.parent / DISCARDED / f"attempt_{attempt}" / path.name
 
     def holds_run(self) -> bool:
@@ -201,7 +201,7 @@ class RunDir:
         return identity
 
     def created_unix_s(self) -> int | None:
-        """When the run or the one that it forks was first started; None if unknown."""
+        """When the run, or the run that it forks, was first started; None if unknown."""
         try:
             return self.identity().get("created_unix_s")
         except FileNotFoundError:
@@ -263,7 +263,7 @@ class RunDir:
         return max(_numbered(self.path / "configs", _ATTEMPT), default=0) + 1
 
     def noted_inputs(self) -> Path | None:
-        """The file in which the newest attempt noted its inputs; before the first, that of another machine. Nothing
+        """The file in which the newest attempt noted its inputs; before the first, the file of another machine. Nothing
         where none has noted any."""
         attempts = reversed(_numbered(self.path / "configs", _ATTEMPT))
         places = [*(self.configs(attempt) for attempt in attempts), self.path]
@@ -332,7 +332,7 @@ class RunDir:
                 ) from error
 
     def create(self, *, forked_from: dict[str, str | int] | None = None, created_unix_s: int | None = None) -> None:
-        """Mark the directory as holding a run; one that does already keeps its id.
+        """Mark the directory as holding a run; a directory of a run keeps its id.
 
         Args:
             forked_from: `run_id`, `step` and `path` of the checkpoint of another run that it begins with.
@@ -340,7 +340,7 @@ class RunDir:
         """
         path = self.path / "run.json"
         identity = self.identity() if path.exists() else {}
-        # What is there wins: checkpoints and servers know the run by its first id.
+        # The file that is there wins: checkpoints and servers know the run by its first id.
         identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
         identity.pop("forked_from", None)  # of a fork that was killed before it was copied
         if forked_from is not None:

@@ -44,7 +44,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value. Lists are values, but not those of tables; an empty table, too, is a setting."""
+    """Return dotted key -> value. Lists are values, except lists of tables; an empty table, too, is a setting."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
@@ -58,7 +58,7 @@ def flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def settings_of_attempt(run_dir: RunDir, attempt: int) -> dict[str, Any]:
-    """Return what the processes of an attempt were given; that of `rl` begin with the name of the process."""
+    """Return the settings of the processes of an attempt; keys of `rl` begin with the name of the process."""
     found: dict[str, Any] = {}
     for name in (*(program for program in PROGRAMS if program != "rl"), "trainer", "orchestrator", "inference"):
         path = run_dir.configs(attempt) / f"{name}.toml"
@@ -105,7 +105,7 @@ def files_of_environment(section: EnvironmentConfig) -> dict[str, Path]:
 
 def file_of_object(name: str) -> Path | None:
     """Return the file of the module of `module:name`; None if the text has another form or the file is missing."""
-    from holdfast.process.imports import module_file  # who reads settings alone does not need it
+    from holdfast.process.imports import module_file  # readers of settings do not need it
 
     matched = _OBJECT.fullmatch(name)
     return module_file(matched[1]) if matched else None

@@ -33,8 +33,8 @@ class Span(msgspec.Struct, omit_defaults=True, frozen=True):
         begin, end: Unix time in seconds.
         step: the optimizer step that it is for; None where it is for none.
         version: of the policy that is meant.
-        lane: of work beside the main work of the process, such as writing a checkpoint; empty: the main work. Spans
-            of one lane do not overlap, except those with a `count`.
+        lane: of work beside the main work of the process, such as writing a checkpoint; empty: the main work. Spans of
+            one lane do not overlap, except spans with a `count`.
         count: more than 1: so many spans of this name are merged, from the begin of the first to the end of the last.
         attempt: set by who reads, from the directory that the line is in.
     """
@@ -100,7 +100,7 @@ def start_timeline(logs: Path, process: str, *, step: int | None = None) -> None
     Args:
         logs: directory of the attempt's logs.
         process: its name.
-        step: the last one that is done.
+        step: the last finished step.
     """
     global _own
     if _own is not None:
@@ -153,7 +153,7 @@ def read_timeline(run_dir: RunDir) -> list[Span]:
 
 
 def read_spans(path: Path, *, attempt: int) -> list[Span]:
-    """Return the whole lines of one file, as those of `attempt`. Raise OSError if it cannot be read."""
+    """Return the whole lines of one file, as lines of `attempt`. Raise OSError if it cannot be read."""
     spans: list[Span] = []
     for line in path.read_bytes().splitlines():
         try:

@@ -28,7 +28,7 @@ from holdfast.run.manifest import Manifest, file_digest
 ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 BASE_NAME = "base.json"
-# Where whole weights have the adapter beside them that they are merged from.
+# Directory beside whole weights with the adapter that they are merged from.
 ADAPTER_DIR = "adapter"
 # Before every name in a file of peft's.
 PEFT_PREFIX = "base_model.model."
@@ -56,7 +56,7 @@ class Base(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Scaling(msgspec.Struct, frozen=True):
-    """What a merge needs to know of `adapter_config.json`."""
+    """The part of `adapter_config.json` that a merge needs."""
 
     r: int
     lora_alpha: float
@@ -91,7 +91,7 @@ def adapted_matrices(names: Iterable[str]) -> dict[str, Factors]:
 
 
 def holds_adapter(directory: Path) -> bool:
-    """Whether `directory` holds an adapter alone rather than whole weights, by the names of its files."""
+    """Whether `directory` holds only an adapter and no whole weights, by the names of its files."""
     return (directory / ADAPTER_NAME).is_file() and (directory / ADAPTER_CONFIG_NAME).is_file()
 
 
@@ -110,7 +110,7 @@ def _read(path: Path, kind: type[S]) -> S:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         raise DataError(f"{path} is missing: it says what the adapter beside it belongs to") from None
-    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors; so are those of broken text
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors, and errors of broken text, too
         raise DataError(f"{path} is damaged: {error}") from None
 
 

@@ -80,7 +80,7 @@ def describe(directory: Path) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Export:
-    """What to write of a verified checkpoint: by default in the dtype of published weights.
+    """Tensors to write of a verified checkpoint: by default in the dtype of published weights.
 
     Attributes:
         base: with LoRA, the weights to merge the adapter into; None: write the adapter only.
@@ -245,7 +245,7 @@ def export(request: Export) -> Written:
     Raises:
         CheckpointError: it holds no model, or its adapter was trained on other weights than `request.base`.
         ConfigError: options that do not fit an adapter.
-        SaveError: the storage failed; nothing is left behind.
+        SaveError: the storage failed; no file is left.
     """
     step = request.step_directory
     reader = TensorReader(step / TRAINER_DIR)

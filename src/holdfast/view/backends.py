@@ -78,7 +78,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """One run of W&B, whose id is that of the run, so that W&B resumes it.
+    """One run of W&B with the run's id, so that W&B resumes it.
 
     The service knows the last step that it has. Offline nobody knows, and a killed process loses what it wrote last.
     Each process then writes the files of the run again, from the first step, and removes the files before.

@@ -37,7 +37,7 @@ PHASE_COLOURS = {
     "experience": PALETTE[6], "forward": "#6E6400", "data": "#DCD27A",
     "start-up": _GREY,
 }  # fmt: skip
-"""Phases that stand beside each other have one hue, in other shades."""
+"""Neighbouring phases have one hue, in other shades."""
 _LANES = ("trainer", "orchestrator", "inference", "evaluation")
 _OF_ORCHESTRATOR = [f"time/{name}" for name in ("wait_for_weights", "update_weights", "generate", "evaluate")]
 _WHOLES = {"trainer": "time/step", "orchestrator": "time/batch"}

@@ -123,7 +123,7 @@ class JsonLines(io.TextIOBase):
         return len(text)
 
     def emit(self, kind: str, *, unix_s: float | None = None, **fields: Any) -> None:
-        """Write one object of type `kind`, with the time `unix_s` or that of now."""
+        """Write one object of type `kind`, with the time `unix_s`, or the current time."""
         fields = {"type": kind, "time": round(time.time() if unix_s is None else unix_s, 3), **fields}
         self._stream.write(json.dumps(_finite(fields), default=str) + "\n")
         self._stream.flush()

@@ -158,7 +158,7 @@ class Follower:
         self._events = events or EventLog(run_dir)
         self._metrics = Tail(run_dir.metrics)
         self._replaced = 0
-        self._is_behind = False  # steps are read that are no news
+        self._is_behind = False  # steps are read that are not news
         self.state = RunState(max_steps=max_steps)
 
     def catch_up(self) -> None:

@@ -132,7 +132,7 @@ class Table(NamedTuple):
 
 
 class Live(NamedTuple):
-    """What a page knows that is served: its own tag, the run, and the command that makes the file."""
+    """Facts for a served page: its own tag, the run, and the command that makes the file."""
 
     tag: str
     run_id: str
@@ -273,7 +273,7 @@ def render(page: dict[str, Any], plotly_js: str, *, live: Live | None = None) ->
 
 
 def _script_json(value: object) -> str:
-    """Return JSON that can stand in a script element: nothing in it ends the element, or begins a comment."""
+    """Return JSON for a script element: nothing in it ends the element, or begins a comment."""
     text = msgspec.json.encode(value).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -290,7 +290,7 @@ def main(argv: list[str]) -> int:
     """Write the report that `argv` asks for; return the exit code.
 
     Raises:
-        ConfigError: a path is no run.
+        ConfigError: a path is not a run.
         DataError: the page cannot be written.
     """
     arguments = parse(argv)
@@ -326,7 +326,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
     """Return what is there of some runs, each once, with names that differ.
 
     Raises:
-        ConfigError: a path is no run.
+        ConfigError: a path is not a run.
     """
     paths = list(dict.fromkeys(path.absolute() for path in paths))
     return [replace(read_run(path), name=name) for path, name in zip(paths, short_names(paths), strict=True)]

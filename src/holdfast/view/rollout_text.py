@@ -29,7 +29,7 @@ def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
 
     Raises:
         RunDirError: there is no run.
-        CheckpointError: a batch is not there; names those that are.
+        CheckpointError: a batch is not there; names the batches that are.
         ConfigError: an argument is not a STEP.
     """
     if not (run_dir.holds_run() or run_dir.rollouts.is_dir()):

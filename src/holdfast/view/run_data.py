@@ -1,4 +1,4 @@
-"""What a report reads of one run, whether the run goes on, was killed, or is over.
+"""The data of a report on one run, whether the run continues, was killed, or is over.
 
 Nothing here writes or waits. A file that goes away meanwhile is left out.
 """

@@ -1,7 +1,7 @@
 """Sends the steps, evaluations and alarms of one run to one tracker, from where it stopped until the run is over.
 
 `Cursor` is how far a tracker has come, in `tracking/<tracker>.json` of the run directory. Evaluations of `sft` and
-`dpo` are files of the run; those of `rl` are in the lines of `metrics.jsonl`.
+`dpo` are files of the run; evaluations of `rl` are in the lines of `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def take_cursor(run_dir: RunDir, tracker: str) -> Cursor:
         cursor = msgspec.convert(checked.decode(path.read_bytes()), Cursor)
     except FileNotFoundError:
         return new
-    except ValueError as error:  # those of msgspec are such
+    except ValueError as error:  # msgspec's errors are such
         raise RunDirError(f"{path} is damaged: {error}. Without it everything is sent again: remove it.") from None
     if cursor.run_id != new.run_id:
         return new
@@ -166,7 +166,7 @@ class Sending:
                 wait(_LOOK_S)
 
     def _send_evaluations(self, ended: dict[int, dict[str, float]], *, is_last: bool = False) -> bool:
-        """Send those of steps that are sent, and take them off; return whether there were any."""
+        """Send the evaluations of steps that are sent, and take them off; return whether there were any."""
         due = [step for step in ended if step <= self.step]
         taken = [step for step in due if self._tracker.log_evaluation(step, ended[step], is_last=is_last)]
         for step in taken:
@@ -222,7 +222,7 @@ class Evaluations:
         self._read: dict[int, dict[str, float]] = {}
 
     def ended(self, sent: list[int]) -> dict[int, dict[str, float]]:
-        """Return the numbers of those that have ended and are not `sent`, by step, ascending."""
+        """Return the numbers of evaluations that have ended and are not `sent`, by step, ascending."""
         from holdfast.orchestrator.evaluation.statistics import summary_in  # NumPy, which launchers do without
 
         for path in numbered_paths(self._run_dir.evaluations) if self._are_beside else []:

@@ -36,7 +36,7 @@ from holdfast.run.run_dir import RunDir
 HOST = "127.0.0.1"
 _PAUSE_S = 5.0
 _SHARE = 0.1
-"""Of a core, at most, as long as somebody looks."""
+"""Most of a core that it takes, as long as somebody looks."""
 _CLIENT_TIMEOUT_S = 10.0
 _HTML = "text/html; charset=utf-8"
 
@@ -142,7 +142,7 @@ class LivePage:
         return Response(503, _WAITING.format(html.escape(text)).encode(), _HTML)
 
     def keep(self) -> None:
-        """Make the page anew whenever somebody looks; never returns."""
+        """Make the page again whenever somebody looks; never returns."""
         while True:
             self._asked.wait()
             self._asked.clear()

@@ -154,7 +154,7 @@ def unix_s_of(event: Mapping[str, Any]) -> float:
 
 @dataclass
 class RunState:
-    """What is known of a run.
+    """The known facts of a run.
 
     Attributes:
         max_steps: None until it is known.

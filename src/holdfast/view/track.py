@@ -32,7 +32,7 @@ from holdfast.view.tracker import BUILT_IN, check_tracker
 
 _log = logging.getLogger("holdfast")
 _MAX_HOME_BYTES = 107 - 48 - 8
-"""Of a Unix socket's path, less what W&B appends and eight random characters."""
+"""Most characters of a Unix socket's path, less W&B's own part and eight random characters."""
 
 
 def main(argv: list[str]) -> int:
@@ -119,7 +119,7 @@ def _send(run_dir: RunDir, name: str, config: TrackingConfig) -> None:
         TrackerFailed: the launcher starts this process again.
     """
     with EndSignals(signal.SIGTERM) as stop:
-        # The launcher alone says when the run is over: a scheduler may signal every process.
+        # Only the launcher says when the run is over: a scheduler may signal every process.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # held back by the launcher until now

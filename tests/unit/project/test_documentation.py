@@ -35,7 +35,7 @@ from tests.pages.documentation import (
     prose,
     shows,
 )
-from tests.pages.english import Page, overall, pages
+from tests.pages.english import Page, faults_of_code, overall, pages
 from tests.pages.runs import Checkout, can_be_started, settings_file
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 
@@ -367,6 +367,11 @@ def test_a_page_is_in_plain_english(page: Page) -> None:
     assert not page.breaks, "\n".join([f"{page.path.name}:", *page.breaks])
 
 
+def test_docstrings_and_comments_are_in_plain_english() -> None:
+    found = [line for path in sorted((ROOT / "src").rglob("*.py")) for line in faults_of_code(path)]
+    assert not found, "\n".join(found)
+
+
 def test_all_pages_together_are_short() -> None:
     assert not overall(ENGLISH_PAGES)
 
@@ -384,5 +389,8 @@ def test_bad_english_is_found(tmp_path: Path) -> None:
     assert first.vagueness > 0.9 and len(first.faults) == 3 and first.num_words == 15
     assert len(second.faults) == 2 and second.vagueness < 0.7
     assert [cell.text for cell in cells if cell.faults] == ["Who"]
+    module = tmp_path / "module.py"
+    module.write_text('"""Text.\n\n    Args:\n        path: what lies there.\n"""\n\nx = 1  # So it is\n')
+    assert [line.partition(": ")[0][-1] for line in faults_of_code(module)] == ["1", "7"]
     page.write_text("The trainer saves every step, the orchestrator reads a journal, " * 4 + "and so on.\n")
     assert len(Page(page).breaks) == 2, "too long a sentence, and too long on average"

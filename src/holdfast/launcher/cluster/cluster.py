@@ -1,4 +1,4 @@
-"""What the launcher needs of a cluster: a place for every process of the run, on nodes that may get lost."""
+"""The launcher's interface to a cluster: a place for every process of the run, on nodes that may get lost."""
 
 from __future__ import annotations
 

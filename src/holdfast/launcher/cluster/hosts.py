@@ -49,7 +49,7 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id on its host, which is also that of its group; 0 before it has started."""
+        """Its process id on its host, which is also the id of its group; 0 before it has started."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class Host(Protocol):
 
         Args:
             log: its output is appended here.
-            environment: added to that of the launcher.
+            environment: added to the launcher's.
         """
         ...
 
@@ -207,7 +207,7 @@ class RemoteAgent:
         self._reservations: list[Reservation] = []
 
     def missing(self, paths: list[str]) -> list[str]:
-        """Return those of `paths` that do not exist on this host."""
+        """Return the `paths` that do not exist on this host."""
         # By its directory: network filesystems cache that a file is missing.
         return [path for path in paths if not _is_there(Path(path))]
 
@@ -225,7 +225,7 @@ class RemoteAgent:
 
         Args:
             module: its name and its arguments.
-            environment: added to that of this host.
+            environment: added to this host's.
             directory: its working directory.
 
         Raises:
@@ -370,7 +370,7 @@ class RemoteHost:
         self.channel = channel
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> RemoteProcess:
-        """Start one of our modules, without waiting; `argv` is that of `module_command`."""
+        """Start one of our modules, without waiting; `argv` is from `module_command`."""
         arguments = (argv[3:], str(log.absolute()), {**travelling(dict(os.environ)), **environment}, str(Path.cwd()))
         return RemoteProcess(self.channel, host=self.name, started=self.channel.post("start", *arguments))
 
@@ -454,7 +454,7 @@ class PipeChannel:
             self._process.wait()
 
     def lose(self) -> HostLost:
-        """Give the agent up: a late answer would be taken for that of a later call."""
+        """Give the agent up: a late answer would be taken for the answer of a later call."""
         threading.Thread(target=self.close, daemon=True).start()
         return self._lose("it does not answer")
 
@@ -486,7 +486,7 @@ class PipeChannel:
                     if not self._calls:
                         continue
                     answer, _ = self._calls.popleft()
-                if answer is self._started:  # its id may be that of an earlier process
+                if answer is self._started:  # its id may be an earlier process's
                     self._ends.clear()
                 if "error" in message:
                     number, said = message.get("errno"), message["error"]
@@ -507,7 +507,8 @@ def close_all(channels: Iterable[PipeChannel]) -> None:
 
 
 def main() -> None:
-    """Be an agent until stdin ends: the launcher has ended, or is out of reach. What was started here ends too."""
+    """Be an agent until stdin ends: the launcher has ended, or is out of reach. Processes that were started here end,
+    too."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         # A scheduler may send them; the launcher decides. Not SIG_IGN, which children would inherit.
         signal.signal(number, lambda *_: None)

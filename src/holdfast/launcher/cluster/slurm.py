@@ -182,11 +182,11 @@ def submit_rl(config: RlConfig, given: RlConfig) -> int:
     """Write the script of an RL run and submit it; a dry run prints it instead.
 
     Args:
-        config: with what its processes share handed down.
+        config: with shared settings handed down to its processes.
         given: as the user wrote it.
 
     Raises:
-        ConfigError: the settings cannot be those of a job that may be queued again; or sbatch refuses it.
+        ConfigError: the settings do not suit a job that may be queued again; or sbatch refuses it.
     """
     assert config.slurm is not None
     if given.cluster is not None:
@@ -208,7 +208,7 @@ def submit_training(config: SupervisedCommand) -> int:
     """Write the script of `sft`, `dpo` or `reward-model` and submit it; a dry run prints it instead.
 
     Raises:
-        ConfigError: as of `submit_rl`; or the nodes of the job are not those of the trainer.
+        ConfigError: as of `submit_rl`; or the job has other nodes than the trainer.
     """
     slurm, parallel = config.slurm, config.parallel
     assert slurm is not None

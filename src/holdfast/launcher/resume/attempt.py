@@ -1,4 +1,5 @@
-"""One start of a run: from nothing, a checkpoint of its own, or that of another run (a fork), which stays as it is.
+"""One start of a run: from nothing, its own checkpoint, or the checkpoint of another run (a fork), which stays as it
+is.
 
 Every attempt writes the settings of its processes, which the next attempt compares with its own.
 """
@@ -157,7 +158,7 @@ class Attempt:
         number: 1 for the first start in this directory.
         resume_step: the committed step to continue from; None for a fresh start.
         checkpoint: directory of that step, in this run or the forked one.
-        inputs: digests of what it computes with beside its settings; empty: not to be noted.
+        inputs: digests of its inputs beside its settings; empty: not to be noted.
         to_go_on: how the user continues the run after this attempt.
     """
 
@@ -171,7 +172,7 @@ class Attempt:
 
     @property
     def start(self) -> str:
-        """Where the attempt starts."""
+        """The place at which the attempt starts."""
         if self.resume_step is None:
             return "from scratch"
         return f"from step {self.resume_step}" + (f" of {self.checkpoint}" if self.fork else "")

@@ -1,4 +1,4 @@
-"""What a resumed run changes: its settings, its schedule, its model, and the content of the files that it uses.
+"""Changes of a resumed run: its settings, its schedule, its model, and the content of the files that it uses.
 
 Every attempt notes versions of libraries and digests of files: tokenizer, models, named files and code. The next
 attempt prints a line for each that has changed. It does not use journaled batches that were made with other inputs.
@@ -35,7 +35,7 @@ _OF_TOKENIZERS = (
     "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
 )  # fmt: skip
 
-# Where and from which step an attempt starts, not what it computes.
+# Settings of the place and step at which an attempt starts, not of its computation.
 _OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.weights_only"}
 
 # Keys of a transformers config, at any depth, that are sizes of tensors or of their parts.
@@ -53,8 +53,8 @@ class ConfigDiff:
     """Settings that differ, one line `key: old -> new` each.
 
     Attributes:
-        computing: those that change what is computed from here on.
-        free: those that do not.
+        computing: settings that change the computation from here on.
+        free: settings that do not.
     """
 
     computing: list[str]
@@ -91,7 +91,7 @@ def _shown(settings: dict[str, Any], key: str) -> str:
 
 
 def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> str | None:
-    """Return a line if another `max_steps` than that of `before` moves the end of the schedule after `step`."""
+    """Return a line if another `max_steps` than in `before` moves the end of the schedule after `step`."""
     try:
         optim = OptimConfig.model_validate(before.get("optim", {}))
     except ValidationError:  # of another version
@@ -152,13 +152,13 @@ def refuse_other_model(
 
 
 def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
-    """Refuse to continue with other tensors than those of the checkpoint: adapters, critic, average, reference.
+    """Refuse to continue with other tensors than the checkpoint's: adapters, critic, average, reference.
 
     Args:
         before: the resolved configuration until `step`.
 
     Raises:
-        CheckpointError: with what differs.
+        CheckpointError: with the differences.
     """
     old, lora = before.get("model", {}).get("lora"), after.model.lora
     new = lora.model_dump() if lora is not None else None
@@ -266,7 +266,7 @@ def models_of(trainer: TrainingCommand, *, is_fresh: bool) -> dict[str, str]:
 
 
 def _functions(trainer: TrainingCommand) -> list[tuple[str, str]]:
-    """Return the key and name of what may be code of the user."""
+    """Return the key and name of settings that may name code of the user."""
     if not isinstance(trainer, TrainerConfig):
         return []
     return [("loss.type", trainer.loss.type), *(("advantage", name) for name in trainer.advantages)]

@@ -1,4 +1,4 @@
-"""Where an attempt starts: from scratch, a checkpoint or another run, and what of the directory it keeps.
+"""The start of an attempt: from scratch, a checkpoint or another run, and which files of the directory it keeps.
 
 Nothing in the run directory is touched before everything that can be refused has been. If `ckpt.resume_step` is unset,
 the same command continues an unfinished run of the same settings. A finished run, or other settings, are refused. No
@@ -230,7 +230,7 @@ def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
     saved, is_known = libraries_of(attempt.checkpoint), True
     try:
         before = last_started(attempt.run_dir, attempt.number, (process_name(trainer),))
-        # In the run directory itself: those of another machine.
+        # In the run directory itself: from another machine.
         noted = {} if attempt.fork else inputs_of(before or attempt.run_dir.path)
     except DataError as error:
         print(f"WARNING: whether files or libraries have changed since the last attempt is not known: {error}")
@@ -505,7 +505,7 @@ def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sec
 def _changes(
     before: Path, sections: Mapping[str, Command], trainer: TrainingCommand, *, name: str, steps: Sequence[int]
 ) -> list[str]:
-    """Return a line for each setting that computes something else than those in `before`."""
+    """Return a line for each setting that changes the computation of `before`."""
     old = read_settings(before / f"{name}.toml")
     # The launcher chooses these by the device.
     chosen = _OF_DEVICES if old.get("parallel", {}).get("device") != trainer.parallel.device else ()

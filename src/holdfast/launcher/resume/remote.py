@@ -26,13 +26,13 @@ def fetch(
 ) -> int | None:
     """Bring the checkpoint that a resume wants onto this machine; return its step, None if nothing was needed.
 
-    Called before the step to resume from is resolved. An empty directory becomes that of the run at `url`.
+    Called before the step to resume from is resolved. An empty directory becomes the directory of the run at `url`.
 
     Args:
         wanted: `ckpt.resume_step`. `latest` and `auto` take the newest intact remote step that is newer than
             the newest intact one here; a number is taken if this machine does not have it intact.
         how: how checkpoints here are checked. A download is checked fully.
-        older_weights: for RL runs, how many versions before that of the step make the next batches.
+        older_weights: for RL runs, how many versions before the step's version make the next batches.
         say: gets what is copied, and which steps were skipped and why.
 
     Raises:

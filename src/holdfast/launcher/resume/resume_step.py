@@ -136,7 +136,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         path
         for parent, last in until.items()
         for path in numbered_paths(parent)
-        # The log behind the last kept batch is of the one to be made next: its answers still hold.
+        # The log after the last kept batch belongs to the next batch: its answers still hold.
         if number_of(path) > last + (path.suffix == ".log" and last_batch is not None)
     ]
     moved = [set_aside(run_dir, path, attempt) for path in later]
@@ -206,7 +206,7 @@ def last_kept_batch(
     """Return the last journaled batch that this attempt would make itself, bit for bit; None if unknown.
 
     A batch depends on the settings of orchestrator and engine, on the weights that sample it and, through the
-    orchestrator's state, on all batches before. So the journal holds from the resumed step while its batches are
+    orchestrator's state, on all batches before. The journal holds from the resumed step while its batches are
     contiguous and whole, if these settings have not changed since the last attempt. If only the trainer's settings
     changed, batches of versions up to the resumed step hold; later weights come out differently now.
 
@@ -270,7 +270,7 @@ def _vocab_size(config: TrainingCommand) -> int | None:
 
 
 def _warm_start(config: TrainingCommand) -> Path | None:
-    """Return the weights of a fresh start, if not those of the model."""
+    """Return the weights of a fresh start, if not the model's."""
     path = config.ckpt.weights_only if config.ckpt else None
     return path and path.resolve()
 

@@ -1,7 +1,7 @@
 """Client of all inference servers of one model: waits for them, generates, and continues if a server is lost.
 
 Generation is idempotent, because every request carries its seeds. If a connection breaks, or a server is busy or fails,
-the client asks another server at once. If all servers have failed, it asks again after growing pauses. So a killed and
+the client asks another server at once. If all servers have failed, it asks again after growing pauses. A killed and
 restarted server costs time, not the run.
 
 Every request and every answer names its weights. A server with other weights counts as lost.

@@ -43,7 +43,7 @@ _log = logging.getLogger("orchestrator")
 
 # A probe of a busy engine may take long; vLLM's own deadline for one is 20 s.
 PROBE_TIMEOUT_S = 30.0
-# Of TCP and TLS. The kernel gives up earlier, see `_OPTIONS`: a busy event loop may miss shorter deadlines.
+# For TCP and TLS. The kernel gives up earlier, see `_OPTIONS`: a busy event loop may miss shorter deadlines.
 _CONNECT_TIMEOUT_S = 60.0
 # Thousands of sessions may ask at once, and the accept queue of a slow server is short (2048 for ours).
 _OPENED_AT_ONCE = 64
@@ -62,7 +62,7 @@ _OPTIONS = [
 _BUSY = (429, 502, 503, 504)
 # A failing server (500) is asked again for a shorter time than a busy one.
 _RETRY_FAILING_S = 120.0
-# Of an answer that is not a generation.
+# Size of an answer that is not a generation.
 _MOST_BYTES = 1 << 20
 
 _T = TypeVar("_T")
@@ -201,7 +201,7 @@ class HttpTransport:
                         f"and is not well: {error}"
                     ) from None
                 _log.warning("%s takes longer than %g s; the server is well: waiting on", what, waited_s)
-                moved()  # progress for those who wait for this process
+                moved()  # progress for processes that wait for this process
             return task.result()
         finally:
             task.cancel()  # asyncio.wait leaves its tasks running

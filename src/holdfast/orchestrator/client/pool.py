@@ -222,7 +222,7 @@ Work = Callable[[Engine], Awaitable[object]]
 
 
 class EnginePool:
-    """Engines that stand in for one another."""
+    """Engines that can replace one another."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = engines
@@ -410,7 +410,7 @@ class Lease:
         return owner
 
     async def release(self) -> None:
-        """Release the engines, also those that an earlier attempt claimed."""
+        """Release the engines, also engines that an earlier attempt claimed."""
         if self._run_dir is None or not self._run_dir.holds_run():
             return
         owner = self._owner or owner_of(self._run_dir)

@@ -89,7 +89,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: those of the run)."""
+    """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: the run's)."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -305,7 +305,7 @@ def _error(message: str, *, code: str | None = None, kind: str = "invalid_reques
 
 
 RESULT = "result"
-"""Where `session.state` has what `play` returned."""
+"""Key of the result of `play` in `session.state`."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ class _Rollout:
     def __init__(self, session: Session, *, tool_parser: str) -> None:
         self._session = session
         self._tool_parser = tool_parser
-        # Of the call that plays it, whose clock stands still while the policy is sampled.
+        # Name of the call that plays it; its clock stands still while the policy is sampled.
         self._context = contextvars.copy_context()
         self._counts = session.request_counts = Counter()
         self._said: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What an environment is: tasks from seeds, sessions that only grow, scores for a whole group.
+"""Environments: tasks from seeds, sessions that only grow, scores for a whole group.
 
 Minimal environment:
 
@@ -133,9 +133,8 @@ class Session:
     """One conversation with the policy, as token ids, which grows only at its end.
 
     Sampled ids are never decoded and tokenised again, so training sees what the policy did. If the chat template
-    rewrites the history, such as without the thoughts of earlier turns, the session splits: a new branch begins after
-    the ids so far, with the prompt that the template makes of the chat, and from then on the policy sees only this
-    branch.
+    rewrites the history, such as without the thoughts of earlier turns, the session splits. A new branch begins after
+    the ids so far, with the prompt that the template makes of the chat. From then on the policy sees only this branch.
 
     Attributes:
         truncated: a token limit ended a turn or the session.
@@ -228,12 +227,12 @@ class Session:
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """Where in `token_ids` every sampled turn ends."""
+        """The ends of every sampled turn in `token_ids`."""
         return tuple(self._turn_ends)
 
     @property
     def branch_starts(self) -> tuple[int, ...]:
-        """Where in `token_ids` every branch begins: (0,) without a split."""
+        """The begin of every branch in `token_ids`: (0,) without a split."""
         return tuple(self._branch_starts)
 
     @property
@@ -312,7 +311,7 @@ class Session:
 
     @property
     def raw_completion(self) -> str:
-        """The text of the last sampled turn with its special tokens, except the one that ends it."""
+        """The text of the last sampled turn with its special tokens, except its end token."""
         if self._raw_text is None:
             sampled = self._last_turn
             ends = bool(sampled) and sampled[-1] in self._tokenizer.stop_token_ids
@@ -322,9 +321,9 @@ class Session:
     def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
         """Append messages after a sampled turn, and open the policy's next turn, in a new branch if necessary.
 
-        Raises SessionFull if no sampled token fits after them, or there would be too many branches; HistoryRewritten if
-        the template would rewrite a session that began with text; RuntimeError if nothing was sampled since the last
-        messages, or the session is being sampled.
+        Raises SessionFull if no sampled token fits after them, or there would be too many branches. Raises
+        HistoryRewritten if the template would rewrite a session that began with text. Raises RuntimeError if nothing
+        was sampled since the last messages, or the session is being sampled.
         """
         self._require_idle("append_messages()")
         if self._is_turn_open:

@@ -193,7 +193,8 @@ async def _number(reward: Any) -> float:
 
 
 def _read_tasks(path: Path, prompt: str, answer: str, fields: Sequence[str] | None) -> list[Task]:
-    """Return the tasks of a file with the columns `prompt` and `answer`; `fields` are those of a judge's prompt."""
+    """Return the tasks of a file with the columns `prompt` and `answer`; `fields` are the fields of a judge's
+    prompt."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:

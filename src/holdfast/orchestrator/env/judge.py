@@ -70,7 +70,7 @@ class Judgement:
     """A judge's verdict about one completion.
 
     Attributes:
-        score: the reward: 0 to 1 for numbers, that of the settings for verdicts.
+        score: the reward: 0 to 1 for numbers, the number in the settings for verdicts.
         is_readable: whether the reply has a score; otherwise `score` is `unreadable_reward`.
         text: the reply.
     """

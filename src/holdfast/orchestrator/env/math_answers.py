@@ -29,9 +29,9 @@ _CPU_S = 30.0
 _WAIT_S = 300.0
 """For a process that does not get so far."""
 _MEMORY_BYTES = 4 << 30
-"""For one answer, on top of what the process has by then."""
+"""For one answer, beyond the memory of the process before it."""
 _KEPT_SHARE = 0.25
-"""Of that, what answers may leave in the process, as sympy's caches do, before the next one gets another process."""
+"""The part that answers may leave in the process, as sympy's caches do, before the next answer gets another process."""
 
 
 class MathAnswers:

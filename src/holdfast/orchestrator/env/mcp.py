@@ -1,7 +1,7 @@
 """Tools of MCP servers, through the official library: listed at the start, called by rollouts.
 
-Every rollout has its own session with each server that it calls: a process, or a session of a server at a URL. So no
-rollout sees what another one did, and a rollout that is played again finds what it found the first time.
+Every rollout has its own session with each server that it calls: a process, or a session of a server at a URL. No
+rollout sees the changes of another rollout. A rollout that is played again finds the same state as the first time.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def check_tools(
 ) -> None:
     """Refuse, before anything is started, tools that a model in a local directory cannot call.
 
-    `environments` are those of `sections` that can be made here, by label.
+    `environments` are the environments of `sections` that can be made here, by label.
     """
     with_tools = [
         one for one in sections if one.label in environments and (environments[one.label].tools or one.mcp_servers)

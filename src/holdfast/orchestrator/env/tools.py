@@ -42,8 +42,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 FailureReason = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
-"""Why a call has no result: it cannot be read, there is no such tool, its arguments do not fit, the tool raised or
-returned something that is not JSON, it took too long, or the MCP server of the tool died."""
+"""Why a call has no result. It cannot be read, there is no such tool, or its arguments do not fit. Or the tool raised
+or returned something that is not JSON, took too long, or its MCP server died."""
 FAILURE_REASONS: tuple[FailureReason, ...] = get_args(FailureReason)
 
 
@@ -119,7 +119,7 @@ class Tool:
         Raises ToolFailed that says which arguments do not fit, and what is allowed.
         """
         try:
-            # As JSON and strict: "3" is no number, and a tuple may still be written as a list.
+            # As JSON and strict: "3" is not a number, and a tuple may still be written as a list.
             checked = self._arguments.model_validate_json(json.dumps(arguments), strict=True)
         except pydantic.ValidationError as error:
             allowed = ", ".join(self._fields.values()) or "none"
@@ -299,7 +299,7 @@ _MISTRAL_NAMED = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARG
 
 
 def parse_mistral(text: str) -> list[ToolCall]:
-    """Return the calls behind `[TOOL_CALLS]`: a list of them, or in newer models a name with its arguments, each."""
+    """Return the calls after `[TOOL_CALLS]`: a list of them, or in newer models a name with its arguments, each."""
     parts = _without_thoughts(text).split(_MISTRAL)[1:]
     return [call for part in parts for call in _mistral_calls(part.strip())]
 
@@ -326,7 +326,7 @@ PARSERS: dict[str, Parser] = {
 
 
 def find_parser(name: str, *, template: str, model: str) -> Parser:
-    """Return the parser `name`; `auto`: that of the format in the chat template of tokenizer `model`.
+    """Return the parser `name`; `auto`: the parser for the chat template of tokenizer `model`.
 
     Raises ConfigError if `auto` finds none.
     """

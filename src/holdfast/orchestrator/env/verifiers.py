@@ -1,8 +1,8 @@
 """Environments of the package verifiers: `id = "verifiers:ID"`, with its settings as `args`.
 
 A process of its own (`verifiers_player.py`) plays them, in an interpreter that has verifiers: its hundred dependencies
-take seconds to import, and conflict with those of the inference server. A rollout is an episode of verifiers, whose
-harness asks our endpoint.
+take seconds to import, and conflict with the inference server's. A rollout is an episode of verifiers, whose harness
+asks our endpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PlayerDied(Exception):
 
 
 class Verifiers(HarnessEnvironment):
-    """Reward: that of the policy's agent, with its parts as metrics."""
+    """Reward: the reward of the policy's agent, with its parts as metrics."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         """Start the process that plays, and load the tasks there.

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.4"
-"""Of verifiers, whose v1 environments go on changing."""
+"""Versions of verifiers; its v1 environments keep changing."""
 _KEY_ENV = "HOLDFAST_ENDPOINT_KEY"
 _MOST_LINE = 1 << 30
 
 
 class Refusal(Exception):  # untested: needs verifiers
-    """What the user is told; `is_missing`: verifiers is not there, or another version."""
+    """Message to the user; `is_missing`: verifiers is not there, or another version."""
 
     def __init__(self, message: str, *, is_missing: bool = False) -> None:
         super().__init__(message)
@@ -126,7 +126,7 @@ def _main(parent: int, descriptor: int) -> None:  # untested: needs verifiers
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with who has started it
     if os.getppid() != parent:
         return
-    sys.path.append(str(Path.cwd()))  # where tasksets of the user's own may lie
+    sys.path.append(str(Path.cwd()))  # where tasksets of the user's own may be
     with suppress(ConnectionError):
         asyncio.run(_serve(socket.socket(fileno=descriptor)))
 

@@ -48,9 +48,9 @@ from holdfast.run.settings import files_of_environment
 
 _log = logging.getLogger("orchestrator")
 _NUM_TASKS = 128
-"""Of an environment without an end, by default."""
+"""Default number of tasks of an environment without an end."""
 EVAL_KEY = "eval.environments"
-# What the rollouts of an environment depend on.
+# Settings that the rollouts of an environment depend on.
 _DECIDES = {"id", "args", "success_reward", "max_turns", "tool_parser", "history", "max_branches", "mcp_servers"}
 
 
@@ -59,7 +59,7 @@ class HeldOutTasks:
     """The tasks of an evaluation.
 
     Attributes:
-        config: how groups are played: that of a run, with other environments and sizes.
+        config: how groups are played: a run's, with other environments and sizes.
         environments: played in this process, by name.
         workers: of the other environments, by name.
         counts: tasks of each environment, by name.

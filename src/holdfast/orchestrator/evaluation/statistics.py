@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 _SUBSETS = 10_000
 _CHOSEN_AT_ONCE = 1_000_000
 _SEED = 0
-"""Of the subsets."""
+"""Seed of the subsets."""
 _MOST_EXACT_TASKS = 16
-"""Of so many differences all 2^n subsets are taken."""
+"""For so many differences all 2^n subsets are taken."""
 _NO_SKEWNESS = 1e-9
 
 
@@ -70,9 +70,9 @@ def mean_over_tasks(values: Sequence[float], *, confidence: float) -> Estimate:
     """Return the mean of one value per task with a confidence interval.
 
     The interval is Wilson's if every value is 0 or 1, or all values are equal and from 0 to 1; there is none if all are
-    equal outside of that. Otherwise it is that of Student's t, corrected for skewness, and cut to 0 and 1 if the values
-    are. On 30 hard tasks, most with score 0, intervals of 95 % contain the mean in 93 % of cases or more, and those of
-    the percentile bootstrap in 87 %.
+    equal outside of that. Otherwise it is the interval of Student's t, corrected for skewness, and cut to 0 and 1 if
+    the values are. On 30 hard tasks, most with score 0, intervals of 95 % contain the mean in 93 % of cases or more,
+    intervals of the percentile bootstrap in 87 %.
     """
     number = len(values)
     value = math.fsum(values) / number
@@ -88,8 +88,8 @@ def mean_over_tasks(values: Sequence[float], *, confidence: float) -> Estimate:
 def wilson(share: float, trials: int, *, confidence: float) -> tuple[float, float]:
     """Return the score interval of a share (Wilson 1927, "Probable inference, the law of succession, ...").
 
-    With z the normal quantile and p the share: (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Unlike
-    p ± z√(p(1 - p)/n) it is no point where none or all succeed.
+    With z the normal quantile and p the share: (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Unlike p ± z√(p(1 -
+    p)/n) it is not a point if none or all succeed.
     """
     z = _normal_quantile(confidence)
     scale = 1 + z * z / trials
@@ -165,10 +165,10 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, confid
     The test is Fisher's randomization test for pairs (Fisher 1935, "The Design of Experiments", section 21; in this
     field Dror et al. 2018, "The Hitchhiker's Guide to Testing Statistical Significance in NLP"): were the two equally
     good, each difference would have either sign with the same chance. To turn the signs of some differences gives a sum
-    at least as large if, and only if, the mean of those that are turned is not above 0. So the means of subsets say
-    all: their share below 0 is the p of one side, and their quantiles are the interval of the differences that the test
-    does not refuse (Hartigan 1969, "Using subsample values as typical values"). All subsets are taken of up to 16
-    tasks, 10,000 at random of more; the empty one counts, as a hit (Phipson and Smyth 2010).
+    at least as large if, and only if, the mean of the turned differences is not above 0. The means of subsets say all:
+    their share below 0 is the p of one side, and their quantiles are the interval of the differences that the test does
+    not refuse (Hartigan 1969, "Using subsample values as typical values"). All subsets are taken of up to 16 tasks,
+    10,000 at random of more; the empty one counts, as a hit (Phipson and Smyth 2010).
     """
     import numpy as np
 
@@ -359,7 +359,7 @@ class Comparison:
 
     Attributes:
         differing: settings in which they differ, with both values; the tasks are the same.
-        skipped: tasks that one of them has dropped.
+        skipped: tasks that the first or the second has dropped.
         answers: the first rollout of both, for the first tasks of each environment.
     """
 

@@ -13,7 +13,7 @@ A step is one directory with a manifest of checksums, written last:
     step_N/trainer/        torch.distributed.checkpoint, progress.json, random_rank_R.json
     step_N/manifest.json   sizes and checksums of all of it: the commit
 
-The directory has a temporary name until it is whole, and is then renamed. So a step exists completely or not at all.
+The directory has a temporary name until it is whole, and is then renamed. A step exists completely or not at all.
 `save` returns when the state is copied to CPU memory; the rest happens in the background. Optimizers update in place,
 so the background must write a copy. Every save reuses the buffers: allocating gigabytes costs more than copying them.
 """

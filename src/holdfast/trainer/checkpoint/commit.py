@@ -47,7 +47,7 @@ Attachment = bytes | Callable[[], bytes]
 
 @dataclass(frozen=True)
 class Identity:
-    """What a manifest says about the run: fingerprints of data and config, and `files` of every checkpoint."""
+    """Facts about the run in a manifest: fingerprints of data and config, and `files` of every checkpoint."""
 
     run_id: str = ""
     program: str = ""
@@ -58,7 +58,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a save needs besides tensors: plain values and generators of this rank as JSON, metrics, files by path."""
+    """Content of a save beside tensors: plain values and generators of this rank as JSON, metrics, files by path."""
 
     step: int
     values: bytes

@@ -249,7 +249,7 @@ class ShardWriter:
         files.set_up_storage_writer(self._ranks.is_main, rank=self._ranks.rank, use_collectives=True)
         self._make_plan(tensors, planner, files)
         results = self._ranks.together(lambda: self._write_shards(planner, files, opened))
-        # Offsets are mostly those of the last save: then ranks only send checksums.
+        # Offsets are mostly unchanged since the last save: then ranks only send checksums.
         is_news = results != self._results
         self._results = results
         gathered = self._ranks.gather((results if is_news else None, dict(opened.entries)))

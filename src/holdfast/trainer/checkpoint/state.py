@@ -165,7 +165,7 @@ class ObjectsState:
         return targets
 
     def values(self) -> dict[str, Any]:
-        """Return what optimizers hold besides tensors, states of other objects, and dicts."""
+        """Return the plain values of optimizers: all except tensors, states of other objects, and dicts."""
         values: dict[str, Any] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, Optimizer):

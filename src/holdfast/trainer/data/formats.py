@@ -260,7 +260,7 @@ def _margin(row: Row) -> float:
 
 
 def _check_implicit_prompt(prompt: object, shared: list[Any]) -> None:
-    """Refuse conversations that do not begin alike, or not with what `prompt`, if there, says as text.
+    """Refuse conversations that do not begin alike, or not with the text of `prompt`, if there is one.
 
     Raises:
         DataError: they do not.

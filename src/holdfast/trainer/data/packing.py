@@ -1,12 +1,12 @@
 """Packing: decides which samples share a micro-batch on which rank, and builds the tensors of one forward pass.
 
 Every rank computes the same plan from the same samples, so ranks need no messages. Every forward pass is a collective,
-so ranks work in rounds of one micro-batch each, and a round takes as long as its costliest micro-batch. So the plan has
-as few rounds as the token budget allows, and balances the cost of samples over all micro-batches.
+so ranks work in rounds of one micro-batch each, and a round takes as long as its costliest micro-batch. The plan has as
+few rounds as the token budget allows, and balances the cost of samples over all micro-batches.
 
-Samples may share a prompt: answers of one group that lie one behind the other in a packed row. The prompt's tokens lie
-in the row once, before the first answer. Each answer attends to the prompt and to itself, and its positions go on from
-the prompt's, so it is computed as in a row of its own. The branches of an episode share their first tokens likewise.
+Samples may share a prompt: answers of one group that follow one another in a packed row. The prompt's tokens are in the
+row once, before the first answer. Each answer attends to the prompt and to itself, and its positions continue the
+prompt's, so it is computed as in a row of its own. The branches of an episode share their first tokens likewise.
 
 Shape legend: B rows, L tokens of a row, N predicted tokens of the micro-batch; a packed row: T tokens; a padded batch
 of its sequences: S sequences, L tokens of the longest, P tokens of the prompt that all of them share; E tokens of all
@@ -36,7 +36,7 @@ _FILLED = 0.75
 
 @dataclass(frozen=True)
 class PackedIndex:
-    """Where the sequences of a packed row lie, and how they become padded batches of about the same length.
+    """Places of the sequences of a packed row, and how they become padded batches of about the same length.
 
     A sequence has tokens of its own, which attend. It may begin with tokens of an earlier sequence, which its own
     tokens see.
@@ -47,7 +47,7 @@ class PackedIndex:
         scatter_T: for each token of the row, its place in the padded batches, flattened one after the other.
         cu_seqlens: borders of the sequences' own tokens in the row, one more than there are sequences, int32.
         max_len: tokens of the longest sequence.
-        seen_E: the tokens that each sequence sees, one sequence behind the other; None: only its own.
+        seen_E: the tokens that each sequence sees, one sequence after the other; None: only its own.
         cu_seqlens_seen: borders of the sequences in `seen_E`, int32; equal to `cu_seqlens` if that is None.
     """
 
@@ -69,7 +69,7 @@ class PackedIndex:
     def from_sequences(cls, sequences: Sequence[np.ndarray], *, device: torch.device) -> PackedIndex:
         """Return the index of a row whose sequences hold these tokens of it.
 
-        The first tokens of a sequence may be those of an earlier sequence; the others follow in the row's order.
+        The first tokens of a sequence may belong to an earlier sequence; the others follow in the row's order.
         """
         lengths = [len(tokens) for tokens in sequences]
         borders = [0, *(int(tokens[-1]) + 1 for tokens in sequences)]
@@ -139,7 +139,7 @@ class MicroBatch:
         sample_index_N: which sample of the step each target belongs to.
         targets_per_sample: targets of each sample, in their order.
         per_token: each of the samples' arrays at the targets, (N,).
-        packed_index: where sequences lie in a packed row; None for one sequence a row.
+        packed_index: where sequences are in a packed row; None for one sequence a row.
     """
 
     input_ids_BL: Tensor
@@ -155,7 +155,7 @@ class MicroBatch:
 def build_micro_batch(
     samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device, share: bool = False
 ) -> MicroBatch:
-    """Return the micro-batch of these samples; with no samples, one that trains on nothing.
+    """Return the micro-batch of these samples; with no samples, it trains on nothing.
 
     Args:
         share: whether neighbours with the same prompt share its tokens, in a packed row, and branches their first.
@@ -178,7 +178,7 @@ def build_micro_batch(
         input_ids[places] = sample.token_ids
         positions[places] = np.concatenate([np.arange(len(tokens)) for tokens in own])
         trained = sample.targets
-        # The first of a sequence is no target, so the token before is one of the same sequence.
+        # The first of a sequence is not a target, so the token before is one of the same sequence.
         predict.append(places[trained - 1])
         targets.append(sample.token_ids[trained])
         owners.append(np.full(len(trained), index))
@@ -235,9 +235,9 @@ def _empty(like: Sample, pack: bool, device: torch.device) -> MicroBatch:
 
 
 Arrangement = Literal["packed", "grouped", "rows"]
-"""How samples become micro-batches: `packed` into one row up to a budget of tokens; `grouped`, one a row, up to
-the same budget with the padding counted, for models whose tokens meet outside of attention; or in given numbers
-of `rows`, in the order of the data."""
+"""How samples become micro-batches: `packed` into one row up to a budget of tokens. `grouped`: one a row, up to the
+same budget with the padding counted, for models whose tokens meet outside of attention. Or given numbers of `rows`, in
+the order of the data."""
 
 
 def plan_rows(
@@ -256,8 +256,8 @@ def plan_rows(
 
     Args:
         lengths: tokens of each sample; for `grouped`, of its row.
-        costs: what each sample takes, in any unit, such as that of `Layout.cost`; unset: its length.
-        budget: most tokens of a micro-batch, for `packed` and `grouped`; a longer sample is alone.
+        costs: what each sample takes, in any unit, such as the unit of `Layout.cost`; unset: its length.
+        budget: most tokens of a micro-batch, for `packed` and `grouped`; a longer sample has one for itself.
         rows_per_micro_batch: most samples of a micro-batch, for `rows`.
         world_size: ranks that train different samples.
     """
@@ -347,7 +347,7 @@ def _packed(lengths: Sequence[int], costs: Sequence[float], budget: int, world_s
     fullest = first_fit_decreasing(lengths, budget)
     if world_size == 1:
         return fullest
-    # Where the rows are nearly full anyway, no spreading by cost may fit, and little is to be won by it.
+    # If the rows are nearly full anyway, no spreading by cost may fit, and it gains little.
     return spread_by_cost(lengths, costs, budget, _places(len(fullest), len(lengths), world_size)) or fullest
 
 

@@ -39,7 +39,7 @@ _BLOCK_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence to train on; or several, one behind the other, which a loss sees as one.
+    """One sequence to train on; or several, one after the other, which a loss sees as one.
 
     Attributes:
         token_ids: int32 array of length L.
@@ -47,7 +47,8 @@ class Sample:
             since nothing predicts it.
         per_token: further float32 arrays of length L that follow the tokens, such as advantages.
         value: a number that its row says of it, such as the margin of a pair; 0 where it says none.
-        starts: where its sequences begin. No token sees those of another, and the first of each is never trained.
+        starts: where its sequences begin. No token sees tokens of another sequence, and the first token of each is
+            never trained.
     """
 
     token_ids: np.ndarray
@@ -79,12 +80,12 @@ class Sample:
 
     @property
     def shared_prompt(self) -> bytes:
-        """Those tokens as bytes, to compare with those of other samples."""
+        """Those tokens as bytes, to compare with other samples."""
         return self.token_ids[: self.prompt_length].tobytes()
 
     @cached_property
     def stems(self) -> tuple[int, ...]:
-        """For each sequence, the number of first tokens that equal those of the sequence before; never all tokens."""
+        """For each sequence, the number of first tokens that equal the sequence before; never all tokens."""
         found = [0]
         for before, tokens in pairwise(np.split(self.token_ids, self.starts[1:])):
             most = min(len(before), len(tokens) - 1)
@@ -133,7 +134,7 @@ class BadRows(msgspec.Struct, frozen=True):
 
 
 class Rows(Protocol):
-    """The rows of a dataset, which have numbers from one; in a file of lines, that of the line."""
+    """The rows of a dataset, which have numbers from one; in a file of lines, the number of the line."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -142,7 +143,7 @@ class Rows(Protocol):
     def take(self, start: int, stop: int) -> Iterator[tuple[int, Row | DataError]]:
         """Yield (number, row) of the rows at places `start` to `stop`.
 
-        In the place of a row that is no JSON object comes the error, whose message begins with its number.
+        For a row that is not a JSON object comes the error, whose message begins with the row's number.
         """
         ...
 

@@ -99,7 +99,7 @@ def open_dataset(config: SftDataConfig, formats: tuple[Format, ...], *, is_repor
     taken = (row for place in range(len(rows)) for _, row in rows.take(place, place + 1))
     objects = (row for row in taken if not isinstance(row, DataError))
     first = next(objects, None)
-    if first is not None and config.on_bad_row == "drop":  # it may be one that lacks columns
+    if first is not None and config.on_bad_row == "drop":  # the dataset may lack columns
         first = next((row for row in chain([first], objects) if has_format(row, formats)), first)
     if first is None:
         BadRows(len(rows), tuple(str(row) for _, row in rows.take(0, 10))).settle(config, len(rows))
@@ -178,7 +178,7 @@ def _run_together(work: _Work | None, mesh: Mesh | None) -> list[str | None]:
     """Run `work` on the ranks that have it while the others wait; return every rank's result. Collective.
 
     Raises:
-        HoldfastError: that of a rank, on every rank.
+        HoldfastError: the error of a rank, on every rank.
     """
     is_done, outcome, failure = work is None, None, None
     while True:
@@ -291,7 +291,7 @@ def refuse_other_tokens(name: str, tokenizer_name: str, *, key: str) -> None:
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Check that the orchestrator, which reads tokenizer.json itself, has the tokens that transformers makes.
 
-    Transformers builds some tokenizers anew by the class that tokenizer_config.json names (such as LlamaTokenizer),
+    Transformers builds some tokenizers again by the class that tokenizer_config.json names (such as LlamaTokenizer),
     whatever tokenizer.json says of normalizing and splitting text, or takes special tokens from that class.
 
     Raises:

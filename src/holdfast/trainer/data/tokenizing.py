@@ -1,13 +1,13 @@
 """Tokenises rows on all cores, and keeps the tokens in a cache on disk that is mapped into memory.
 
-Forked workers encode chunks of rows. One function encodes every chunk, and results come in the order of the rows. So
-the samples do not depend on the number of cores. Only a few chunks are in progress at once. Rows that cannot be used
-are an error, which names the first of them, or are left out.
+Forked workers encode chunks of rows. One function encodes every chunk, and results come in the order of the rows. The
+samples do not depend on the number of cores. Only a few chunks are in progress at once. Rows that cannot be used are an
+error, which names the first of them, or are left out.
 
 The name of a cache directory is a digest of everything that its tokens depend on: the bytes of the data, the tokenizer
 with its templates, the settings, and the code that makes tokens of rows. If two runs make the same directory at once,
 they make the same bytes; the first to finish names the directory, and the other run uses it. A damaged directory is
-made again. If the disk cannot take the cache, the run continues without it. Samples lie in an Arrow file, with one
+made again. If the disk cannot take the cache, the run continues without it. Samples are in an Arrow file, with one
 record batch per chunk of rows and one column per field (`pyarrow.ipc.open_file` reads it).
 """
 
@@ -70,7 +70,7 @@ class Chunk:
 
     Attributes:
         index: place of the chunk in the dataset.
-        num_rows: rows encoded, without those that cannot be used.
+        num_rows: rows encoded, without unusable rows.
         ids, mask, lengths, values: of all samples, one after the other.
         remarks: warnings about rows, with the number of rows.
         bad: rows that cannot be used.
@@ -278,14 +278,14 @@ class SampleTable(_Samples):
         first_targets: place of the first token of each that is trained, int32; `UNTRAINED` without one.
 
     Raises:
-        OSError: (making it) the file cannot be read, or is no such table (`pyarrow.ArrowInvalid`, a ValueError).
+        OSError: (making it) the file cannot be read, or is not such a table (`pyarrow.ArrowInvalid`, a ValueError).
     """
 
     def __init__(self, path: Path) -> None:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         if reader.schema != _SCHEMA:
             raise pa.ArrowInvalid(f"{path} has other columns: {reader.schema.names}")
-        # Of each batch: borders of its samples, and the tokens, masks and values of all of them.
+        # For each batch: borders, tokens, masks and values of its samples.
         self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         firsts: list[np.ndarray] = []
         for number in range(reader.num_record_batches):
@@ -368,7 +368,7 @@ def chunks_to_file(path: Path, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
 _CACHE_ENV = "HOLDFAST_CACHE"
 _SAMPLES, _ABOUT = "samples.arrow", "about.json"
 _BLOCK_BYTES = 1 << 24
-# What makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens behind.
+# The code that makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens.
 _CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, sys.modules[__name__])
 _LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
 _TIME_OF_DAY = re.compile(r"%[-_0^#EO]*[HIklMSfspPXcTRr+]")
@@ -376,7 +376,7 @@ _TIME_OF_DAY = re.compile(r"%[-_0^#EO]*[HIklMSfspPXcTRr+]")
 
 
 class About(msgspec.Struct, frozen=True):
-    """What a directory of the cache holds, beside the samples.
+    """Description of the samples in a directory of the cache.
 
     Attributes:
         digest: xxh3-128 of the file of samples and of the other attributes.
@@ -403,7 +403,7 @@ class CachedSamples:
 
 
 def cache_directory(config: SftDataConfig) -> Path:
-    """Return where tokenised data lies, unless `cache_dir` is empty.
+    """Return the directory of tokenised data, unless `cache_dir` is empty.
 
     Raises:
         RuntimeError: it is under the home directory of a user who has none.

@@ -16,8 +16,8 @@ https://arxiv.org/abs/2508.10925) are computed with plain matrix products. Unkno
 `holdfast.trainer.model.packing_check` finds models with such arguments before.
 
 Shape legend: T tokens of a row, E tokens that its samples see (`PackedIndex.seen_E`), S samples of a padded batch, L
-the longest of them, P tokens of a shared prompt, H heads, K heads of keys and values, D head dimension, B rows of an
-unpacked batch.
+tokens of the longest sample. P tokens of a shared prompt, H heads, K heads of keys and values. D head dimension, B rows
+of an unpacked batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds transformers models from a directory or hub name: config, empty model, sharding, memory, weights.
 
 A model starts on the meta device; `materialize` gives a sharded model its memory and weights. Each rank reads its own
-part of every tensor from the safetensors files of `model.name`. So no rank holds the whole model or waits for another.
+part of every tensor from the safetensors files of `model.name`. No rank holds the whole model or waits for another.
 Rank 0 draws random weights as a whole, and broadcasts them.
 
 Errors of transformers, which come from anywhere in its code, become one line.
@@ -136,7 +136,7 @@ def filler(
         drawn: tensors, the same on every rank, that no file has.
 
     Raises:
-        DataError: the weights cannot be read, or are those of another model.
+        DataError: the weights cannot be read, or another model's.
     """
     drawn = drawn or {}
     with RankGroup() as ranks:
@@ -163,7 +163,7 @@ def _random_weights(
 
 
 def _broadcast(whole: dict[str, Tensor], hf_model: PreTrainedModel) -> None:
-    """Fill a model with what rank 0 holds in full."""
+    """Fill a model with the whole tensors of rank 0."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(hf_model, cast(dict[str, Any], whole), options=options)
 
@@ -194,7 +194,7 @@ def open_weights(
         without: tensors that need not be in the files.
 
     Raises:
-        DataError: there are no safetensors files, they are damaged, or they are those of another model.
+        DataError: there are no safetensors files, they are damaged, or belong to another model.
     """
     check_weights_path(name)
     where = f"model.name = '{name}'"
@@ -213,7 +213,8 @@ def open_weights(
 
 
 def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, without: Collection[str]) -> dict[str, str]:
-    """Return own name -> name in the source. Of tied tensors the files may hold any, or all with equal values."""
+    """Return own name -> name in the source. The files may hold any of several tied tensors, or all with equal
+    values."""
     ties: dict[int, list[str]] = {}
     for name, parameter in hf_model.named_parameters(remove_duplicate=False):
         ties.setdefault(id(parameter), []).append(name)

@@ -7,8 +7,8 @@ the last layer the results (log-probabilities, values) of all ranks are joined, 
 Every rank of a group computes the same loss, and the gradient of its own tokens. These gradients add up to the gradient
 of the loss.
 
-Shape legend: B rows, L tokens of a row, S ranks of a group, T tokens of a slice (L / S, rounded up), H heads, D head
-dimension, N places in the flattened (B * L) rows, O those of them that are in this rank's slice.
+Shape legend: B rows, L tokens of a row, S ranks of a group, T tokens of a slice (L / S, rounded up). H heads, D head
+dimension. N places in the flattened (B * L) rows, O places in this rank's slice.
 """
 
 from __future__ import annotations

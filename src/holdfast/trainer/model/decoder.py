@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class DecoderModel(nn.Module):
-    """A transformers model and how samples lie in its rows: the base of `Policy` and `ScalarModel`.
+    """A transformers model and how samples are placed in its rows: the base of `Policy` and `ScalarModel`.
 
     Attributes:
         layout: whether samples can share a row, what they cost there, and the attention to use.

@@ -150,7 +150,7 @@ def plain_head(
 
 @dataclass(frozen=True)
 class Reading:
-    """What to compute from the logits that predict a target, besides its log-probability under `sampling`."""
+    """Numbers to compute from the logits that predict a target, beside its log-probability under `sampling`."""
 
     sampling: Sampling | SamplingByToken = PLAIN_SAMPLING
     entropy: bool = False

@@ -2,8 +2,8 @@
 
 Packing has three conditions. Tokens meet only in attention: a convolution or a recurrence would carry state from one
 sample into the next. Attention goes through transformers' attention interface, so that
-`holdfast.trainer.model.attention` can replace it. What a token sees depends only on the distance (causal, perhaps with
-a sliding window), so it is the same anywhere in a row.
+`holdfast.trainer.model.attention` can replace it. A token's view depends only on the distance (causal, perhaps with a
+sliding window), so it is the same anywhere in a row.
 
 The probe replaces attention by a function that returns zeros and records its arguments, and the first token's embedding
 by NaN. NaN times zero is NaN, so NaN reaches every token that depends on the first token without attention, whatever
@@ -41,7 +41,7 @@ _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """How samples lie in the rows of a model's forward passes.
+    """How samples are placed in the rows of a model's forward passes.
 
     Attributes:
         packs: whether several samples can share a row.

@@ -1,9 +1,9 @@
 """Parity check: does the trainer compute of a model what transformers computes? With the real weights, once in a run.
 
-Two short samples go through the trainer's forward pass together, as in training. Then each sample goes alone through
-transformers' forward with eager attention, with the same modules. Then the tokens of the first sample are changed, and
-the second sample must not change by more than it does if a later sample changes. If answers share the tokens of their
-prompt, two such answers are compared with two answers that do not share.
+Two short samples go through the trainer's forward pass together, as in training. Then each sample goes by itself
+through transformers' forward with eager attention, with the same modules. Then the tokens of the first sample are
+changed, and the second sample must not change by more than it does if a later sample changes. If answers share the
+tokens of their prompt, two such answers are compared with two answers that do not share.
 
 Random generators stay as they are, no gradient is left, and compiled code is not used. Collective; all ranks compute
 the same.
@@ -49,8 +49,8 @@ class _Bounds:
     """Allowed differences, in nats of a log-probability or in parts of the largest hidden state.
 
     float32 has a relative step of 6e-8: a thousand roundings of log-probabilities around 10 stay below 1e-4. bfloat16
-    has a step of 2^-8: the last rounding moves a logit of 10 by up to 0.02, and another choice of an expert moves a
-    token further. So the mean over the tokens counts. A missing soft cap moves a real model by several tenths.
+    has a step of 2^-8. The last rounding moves a logit of 10 by up to 0.02, and another choice of an expert moves a
+    token further. Therefore the mean over the tokens counts. A missing soft cap moves a real model by several tenths.
 
     Attributes:
         alone: between the trainer's pass and transformers' pass.

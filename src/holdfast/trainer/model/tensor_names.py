@@ -1,9 +1,9 @@
 """Tensors of a model in Hugging Face files: their names and layout, and a writer of safetensors files.
 
 transformers loads some models into other tensors than their files have: experts become one tensor per layer, names and
-prefixes change (`transformers.core_model_loading`). vLLM and others expect the tensors of the original files. So we
-revert the conversions of loading, a few tensors at a time. transformers' own `revert_weight_conversion` needs the whole
-model at once.
+prefixes change (`transformers.core_model_loading`). vLLM and others expect the tensors of the original files. This
+module reverts the conversions of loading, a few tensors at a time. transformers' own `revert_weight_conversion` needs
+the whole model at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class _NameIndex(msgspec.Struct):
 def names_in_files(name: str) -> list[str] | None:
     """Return the names of the tensors in the files of a local directory or hub model; None if it has no weights.
 
-    The `model` directory of a checkpoint has no weights, but a list of the names if they differ from those in memory.
+    The `model` directory of a checkpoint has no weights. It has a list of the names if they differ from the names in
+    memory.
 
     Raises:
         DataError: its files cannot be read.

@@ -1,7 +1,7 @@
 """A model that returns one number per chosen token: the reward model, and the critic of `rl`.
 
-It is the architecture's `*ForSequenceClassification` with one label, a decoder with a linear head without bias. So
-published weights load with `AutoModelForSequenceClassification.from_pretrained`.
+It is the architecture's `*ForSequenceClassification` with one label, a decoder with a linear head without bias.
+Published weights load with `AutoModelForSequenceClassification.from_pretrained`.
 
 Shape legend: B rows, L tokens of a row, N chosen tokens, S samples, H hidden size.
 """

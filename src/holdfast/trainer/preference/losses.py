@@ -25,7 +25,7 @@ _LARGEST_LOGPROB = -1e-9
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """What a preference loss sees. Log-probabilities are sums over an answer's tokens, in nats.
+    """The input of a preference loss. Log-probabilities are sums over an answer's tokens, in nats.
 
     Attributes:
         chosen_P, rejected_P: under the weights being trained; they carry the gradient.
@@ -81,8 +81,8 @@ def ipo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
 
     loss = (d - 1 / (2 beta))^2, d = (l_pi(y_w) - l_ref(y_w)) / |y_w| - (l_pi(y_l) - l_ref(y_l)) / |y_l|
 
-    Eq. 17 with the mean log-ratio of an answer's tokens: the form behind the paper's results, as its authors told
-    TRL (`DPOTrainer`, `loss_type = "ipo"`). `ipo_sum_loss` is the equation as printed.
+    Eq. 17 with the mean log-ratio of an answer's tokens: the form of the paper's results, as its authors told TRL
+    (`DPOTrainer`, `loss_type = "ipo"`). `ipo_sum_loss` is the equation as printed.
     """
     chosen_P, rejected_P = _log_ratios(pairs)
     return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.scale)
@@ -116,8 +116,8 @@ def robust_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses
 def apo_zero_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return APO-zero (D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", eq. 7).
 
-    loss = 1 - sigmoid(r_w) + sigmoid(r_l), r = beta (l_pi - l_ref): chosen answers become likelier, rejected ones
-    less likely. For answers that are better than what the model writes itself. The 1, as in TRL, keeps it above 0.
+    loss = 1 - sigmoid(r_w) + sigmoid(r_l), r = beta (l_pi - l_ref): chosen answers become likelier, rejected ones less
+    likely. For answers that are better than the model's own. The 1, as in TRL, keeps it above 0.
     """
     chosen_P, rejected_P = _rewards(pairs, config)
     return _scored(F.sigmoid(-chosen_P) + F.sigmoid(rejected_P), chosen_P, rejected_P)
@@ -127,7 +127,7 @@ def apo_down_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLoss
     """Return APO-down (D'Oosterlinck et al. 2024, eq. 8).
 
     loss = sigmoid(r_w) + 1 - sigmoid(r_w - r_l): both become less likely, the rejected side more so. For answers that
-    are all worse than what the model writes itself.
+    are all worse than the model's own.
     """
     chosen_P, rejected_P = _rewards(pairs, config)
     return _scored(F.sigmoid(chosen_P) + F.sigmoid(rejected_P - chosen_P), chosen_P, rejected_P)
@@ -147,9 +147,9 @@ def simpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
 def orpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return ORPO (Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model", eq. 6-7).
 
-    loss = -m_w - beta log sigmoid(log odds(m_w) - log odds(m_l)), with m = l(y) / |y| the mean
-    log-probability of an answer's tokens and log odds(m) = m - log(1 - exp(m)). The first term is that of eq. 6, over
-    the answer of each pair; the authors' program, and TRL's, take the mean over the tokens of prompts and answers.
+    loss = -m_w - beta log sigmoid(log odds(m_w) - log odds(m_l)), with m = l(y) / |y| the mean log-probability of an
+    answer's tokens and log odds(m) = m - log(1 - exp(m)). The first term is from eq. 6, over the answer of each pair;
+    the authors' program, and TRL's, take the mean over the tokens of prompts and answers.
     """
     chosen_P, rejected_P = _means(pairs)
     odds_P = _log_odds(chosen_P) - _log_odds(rejected_P)

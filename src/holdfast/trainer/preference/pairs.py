@@ -1,4 +1,4 @@
-"""Preference pairs and labelled answers: reading, holding out, and how those of a step become micro-batches.
+"""Preference pairs and labelled answers: reading, holding out, and how the pairs of a step become micro-batches.
 
 Both answers of a pair follow the same prompt, tokenised by the rules of `sft`. They are always in
 the same micro-batch, since the loss compares them.
@@ -30,7 +30,7 @@ Fault = Literal["too long", "untrained", "equal"]
 
 
 class Preference(Protocol):
-    """What people said of answers to a prompt: a `Pair`, or a `LabelledAnswer`.
+    """A preference of people about answers to a prompt: a `Pair`, or a `LabelledAnswer`.
 
     Attributes:
         number: place among all of the data that are used, from 0; those held out count too.
@@ -207,8 +207,8 @@ def load_answers(
 def mismatched_places(prompts: Sequence[bytes]) -> list[int]:
     """Return, for each prompt, the place of an answer to another prompt; nothing if all are the same.
 
-    Every answer is taken once, so those that the divergence is estimated from are those that are trained, good and bad,
-    as Ethayarajh et al. 2024 and TRL take them within a batch. If more than half of the answers are to one prompt, that
+    Every answer is taken once. The divergence is estimated from the trained answers, good and bad, as Ethayarajh et al.
+    2024 and TRL take them within a batch. If more than half of the answers are to one prompt, that
     is not possible: the other ones are then taken in turn.
     """
     by_prompt: dict[bytes, list[int]] = {}
@@ -288,7 +288,7 @@ def plan_preferences(
 
     Args:
         share: whether the two sides of a pair share the tokens of their prompt, if the layout allows it.
-        side: of passes that have this side of each alone; twice as many go together.
+        side: for passes with only this side of each pair; twice as many go together.
     """
     from holdfast.trainer.data.packing import plan_rows  # not above: reading pairs needs no torch
 

@@ -6,8 +6,8 @@ them, since a resumed run no longer has the weights that it began with: it takes
 or in a fork. If it trains further than before, or if the numbers are damaged, it loads the first weights once more.
 The digest of these weights is saved twice, beside the numbers and in its own file: other weights are refused.
 
-Micro-batches of all pairs are planned in their order, and those without a pair that training reaches are left out. So
-the bits of the numbers depend on the data alone, and not on how far a run goes. A killed run keeps what is computed.
+Micro-batches of all pairs are planned in their order, and those without a pair that training reaches are left out. The
+bits of the numbers depend only on the data, and not on how far a run goes. A killed run keeps what is computed.
 
 Shape legend: P pairs, 2 their sides: chosen, rejected; or P answers, 2: with their prompt, with another one's answer;
 S sequences.
@@ -87,8 +87,8 @@ class ReferenceTable:
         pairs: fingerprint of the data.
         other: the model that is the reference; empty: the policy as it began.
         model: digest of the weights of the reference.
-        weights_only: the weights that the run began with, where they are not those of the model.
-        made_by: digest of all that the bits of the numbers depend on, but for the pairs that are computed together.
+        weights_only: the weights that the run began with, if they are not the model's.
+        made_by: digest of all that the bits of the numbers depend on, except the pairs that are computed together.
     """
 
     logprobs_P2: np.ndarray
@@ -142,10 +142,10 @@ class ReferenceWork(Generic[P]):
 
     Args:
         preferences: all pairs of the data.
-        training, held_out: those of them that are trained, and those that are validated on.
+        training, held_out: the trained ones, and the ones for validation.
 
     Raises:
-        CheckpointError: the checkpoint resumed from has none, or that of other pairs.
+        CheckpointError: the checkpoint resumed from has none, or a reference of other pairs.
     """
 
     config: DpoConfig
@@ -183,7 +183,7 @@ class ReferenceWork(Generic[P]):
             table = read_saved(self._saved)
         except CheckpointError as error:
             damage = error
-        # One rank alone may read damage, from the memory of its machine; what follows is done by all of them.
+        # A single rank may read damage, from the memory of its machine; all ranks do what follows.
         told = next(filter(None, self.mesh.gather("" if damage is None else str(damage))), "")
         if told or table is None:
             place = self._saved.with_name(REFERENCE_MODEL_NAME)
@@ -203,7 +203,7 @@ class ReferenceWork(Generic[P]):
 
     @cached_property
     def _kept(self) -> ReferenceTable | None:
-        """What the attempt before left in the run's directory, as rank 0 finds it; None if nothing can be read."""
+        """The table of the attempt before in the run's directory, as rank 0 finds it; None if nothing can be read."""
         kept = None
         if self.mesh.is_main and self._path.exists():
             try:
@@ -342,7 +342,7 @@ class ReferenceWork(Generic[P]):
         raise stopped
 
     def _other_weights(self, digest: str) -> CheckpointError:
-        """Return the error of a reference with the weights `digest`; empty: of one that is another kind of model."""
+        """Return the error of a reference with the weights `digest`; empty: another kind of model."""
         table, name = self.table, self.config.loss.reference_model
         key = "loss.reference_model" if table.other else "model.name"
         began_with = f"the reference model '{table.other}'" if table.other else "the weights that the run began with"
@@ -363,7 +363,8 @@ class ReferenceWork(Generic[P]):
 
 
 def _made_by(config: DpoConfig, mesh: Mesh, digest: str, table: ReferenceTable, model: Policy) -> str:
-    """Return a digest of what the numbers depend on: model, weights, data, settings, machine, libraries and code."""
+    """Return a digest of all that the numbers depend on: model, weights, data, settings, machine, libraries and
+    code."""
     code = xxhash.xxh3_128()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
@@ -410,7 +411,7 @@ def _block_logprobs(
         predict_pairs(policy, block, indices, pack=config.pack, share=share, device=mesh.device) for indices in mine
     ]
     own = np.zeros((len(block), 2))
-    # To the CPU in one copy, behind all passes: each waits for the device.
+    # To the CPU in one copy, after all passes: each waits for the device.
     own[[index for indices in mine for index in indices]] = torch.cat(found).cpu().numpy()
     reshard(policy)
     policy.train()
@@ -450,7 +451,7 @@ def predict_sides(
     device: torch.device,
     share: bool = False,
 ) -> Tensor:
-    """Return the summed log-probabilities (S,) of what is trained of `samples[indices]`, as `predict_pairs` does."""
+    """Return the summed log-probabilities (S,) of the trained tokens of `samples[indices]`, as `predict_pairs` does."""
     pack, layout = pack and policy.layout.packs, policy.layout
     micro = build_micro_batch(samples, indices, pack=pack, share=share and pack and layout.shares, device=device)
     logprobs_N = predict(policy, micro).logprobs_N
@@ -458,7 +459,7 @@ def predict_sides(
 
 
 def _advice(path: Path) -> str:
-    # In the same directory the run goes on from its own checkpoint, whatever weights are given.
+    # In the same directory the run resumes from its own checkpoint, whatever weights are given.
     return f"To start a new run from these weights: another --output-dir and --ckpt.weights-only {path.parent.parent}"
 
 

@@ -53,7 +53,7 @@ def run(config: RewardTrainingConfig) -> None:
 
 
 def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
-    """Return the pair without the white space that some chat templates write behind an answer's stop token.
+    """Return the pair without the white space that some chat templates write after an answer's stop token.
 
     A sampled answer ends with the stop token, so this is where its score is read.
     """
@@ -111,7 +111,7 @@ def score_pairs(
 def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> Callable[..., ScalarModel]:
     """Return the builder of a model whose config names the token that transformers pads with.
 
-    transformers reads the score at the last token that is no padding, so nothing may end in that.
+    transformers reads the score at the last token that is not padding, so nothing may end in that.
     """
 
     def build(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool) -> ScalarModel:

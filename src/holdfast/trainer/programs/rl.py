@@ -95,7 +95,7 @@ def _train(
         does(f"step {step}", bound_s=max(config.hang_timeout_s, config.startup_timeout_s * is_first))
         batch = read_batch(run_dir, step)
         ledger.accept(batch)
-        # Rank 0 alone looks: others might find the weights pruned meanwhile, and then take another way.
+        # Only rank 0 looks: other ranks might find the weights pruned meanwhile, and then take another way.
         is_foreign = mesh.max({"is_foreign": float(mesh.is_main and not check_provenance(run_dir, batch))})
         learned = learner.learn(batch, stopwatch, is_foreign=bool(is_foreign["is_foreign"]))
         num_tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
@@ -121,7 +121,7 @@ def _train(
 
 
 def _last_probed(session: TrainSession[Policy], config: TrainerConfig) -> int:
-    """Return the last version by which the orchestrator of this attempt, which goes on behind the journal, may begin.
+    """Return the last version by which the orchestrator of this attempt, which continues after the journal, may begin.
 
     Up to there versions carry a canary, which costs a pass over the whole model. Collective.
     """
@@ -141,9 +141,9 @@ def _publish_average(session: TrainSession[Policy], ema: Ema) -> None:
 
 
 def _prune_batches(session: TrainSession[Policy], journal: JournalConfig) -> list[int]:
-    """Remove the batches that no checkpoint needs any more, but for those to keep; return the steps with a checkpoint.
+    """Remove the batches that no checkpoint needs any more, except batches to keep; return the steps with a checkpoint.
 
-    Batches up to the step of a checkpoint are never trained again: a resume begins behind it.
+    Batches up to the step of a checkpoint are never trained again: a resume begins after it.
     """
     steps = session.run_dir.committed_steps()
     if session.mesh.is_main and steps and journal.keep != "all":

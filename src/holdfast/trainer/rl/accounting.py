@@ -1,7 +1,7 @@
 """The ledger of an RL run: every accepted rollout is trained once, or is pending in the journal.
 
 The orchestrator's state N (`rollouts/step_N/orchestrator.json`) counts everything up to batch N, and counts dropped
-items by reason. So
+items by reason. The equation
 
     accepted = trained + pending + dropped
 
@@ -36,7 +36,7 @@ class Ledger:
     """Follows the orchestrator's states from batch to batch. Reads a small file a step; every rank has one.
 
     Args:
-        progress: the trainer's counters, of the step that it goes on from.
+        progress: the trainer's counters, of the step from which it continues.
     """
 
     def __init__(self, run_dir: RunDir, progress: Progress) -> None:
@@ -160,10 +160,10 @@ def _listed(numbers: Sequence[int], most: int = 8) -> str:
 def check_provenance(run_dir: RunDir, batch: Batch) -> bool:
     """Return whether `batch` was sampled by the published weights of its version; say so where it was not.
 
-    A trainer that goes on from a checkpoint makes the versions behind it again, and trains on batches that the
-    versions before the restart sampled. Where a machine repeats its bits these are the same weights. Where it does
-    not, the batch is as stale as the two differ, though their number is the same. Weights that are not published
-    any more are not compared, nor is a batch that a teacher sampled. Reads one small file.
+    A trainer that resumes from a checkpoint makes the versions after it again, and trains on batches that the versions
+    before the restart sampled. If a machine repeats its bits, these are the same weights. If not, the batch is as stale
+    as the two differ, though their number is the same. Weights that are not published any more are not compared, nor is
+    a batch that a teacher sampled. Reads one small file.
     """
     path = run_dir.weights_of(batch.policy_version)
     if not batch.weights_digest or not is_committed(path):

@@ -1,8 +1,8 @@
 """All advantages: how much better a rollout, or a token, was than expected. Pure functions, without torch.
 
 The first ones take the rewards of one problem and nothing else, for any training loop. The others take the rollouts of
-a batch (`ScoredRollout`); that of a critic takes the rewards and values of one rollout's tokens. A rollout has one
-advantage, or one per token.
+a batch (`ScoredRollout`); the critic's advantage takes the rewards and values of one rollout's tokens. A rollout has
+one advantage, or one per token.
 
 To add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.base`.
 
@@ -26,7 +26,7 @@ STD_EPSILON = 1e-6
 _WHITEN_EPSILON = 1e-8
 
 AdvantageValue = float | Sequence[float] | np.ndarray
-"""What an advantage gives a rollout: one number, or one for each of its T sampled tokens."""
+"""The advantages of a rollout: one number, or one for each of its T sampled tokens."""
 RewardsAdvantage = Callable[[Sequence[float]], list[float]]
 """From the rewards of one problem, (G,), to as many advantages."""
 
@@ -148,9 +148,9 @@ def batch_grpo(groups: Groups) -> list[list[float]]:
 def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
     """Return the weighted sum of `grpo` of each reward by itself, less its mean, over its std + 1e-6 in the batch.
 
-    So a reward with a large spread does not drown the others (Liu et al. 2026, "GDPO: Group reward-Decoupled
-    Normalization Policy Optimization"; TRL's `multi_objective_aggregation = "normalize_then_sum"`). Mean and sample
-    std of the batch count rollouts.
+    A reward with a large spread does not drown the others (Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization
+    Policy Optimization"; TRL's `multi_objective_aggregation = "normalize_then_sum"`). Mean and sample std of the batch
+    count rollouts.
 
     Raises:
         TrainingError: there are rewards of parts, which have no weight.
@@ -176,8 +176,8 @@ def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[Advantag
     a problem are normalised together, and a token gets the sum of those whose part ends with it or later. The outcome
     is normalised by itself and added, as in Cui et al. 2025, "Process Reinforcement through Implicit Rewards".
 
-    That says which parts are better than others, and does not raise the sum of all: the same cost of every turn has no
-    effect, and a rollout of more good turns has an advantage over one that needs fewer.
+    That says which parts are better than others, and does not raise the sum of all. The same cost of every turn has no
+    effect, and a rollout of more good turns has an advantage over a rollout of fewer turns.
     """
     return [_with_steps(function, group) for group in groups]
 
@@ -247,15 +247,15 @@ def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
 
 
 def online_dpo(groups: Groups, *, beta: float | None) -> list[list[float]]:
-    """Return the advantages of all rollouts whose policy gradient is that of DPO's loss, mean over the problems.
+    """Return the advantages of all rollouts whose policy gradient is the gradient of DPO's loss, mean over the
+    problems.
 
     Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback": the first of the best and the first of
-    the worst rollout of a problem are a pair for the loss of Rafailov et al. 2023, eq. 7, `-log sigmoid(h)`, `h =
-    beta (d_w - d_l)`, d = log policy - log reference of the whole answer. Its gradient is `-beta sigmoid(-h)` times
-    that of `l_w - l_l`, so REINFORCE with `beta sigmoid(-h)` as the advantage of the best, minus that as the worst's,
-    and 0 for all others takes the same step. This holds if a step has one update: h is computed with the weights
-    before the step.
-    With equal rewards there is no pair, and all advantages are 0.
+    the worst rollout of a problem are a pair for the loss of Rafailov et al. 2023, eq. 7, `-log sigmoid(h)`, `h = beta
+    (d_w - d_l)`, d = log policy - log reference of the whole answer. Its gradient is `-beta sigmoid(-h)` times the
+    gradient of `l_w - l_l`. REINFORCE with `beta sigmoid(-h)` as the advantage of the best, minus that as the worst's,
+    and 0 for all others takes the same step. This holds if a step has one update: h is computed with the weights before
+    the step. With equal rewards there is no pair, and all advantages are 0.
 
     The advantages are as many times larger as there are rollouts for each problem: then the mean over rollouts of the
     sums of their tokens (`aggregation = "constant"`, `constant_tokens = 1`) is the mean over problems.
@@ -299,7 +299,7 @@ def generalized_advantages(
         rewards_T: reward for each token; a reward of the whole sequence belongs to its last.
         values_T: the critic's value before each token.
         gamma: discount per token.
-        lam: 0 trusts the critic for all but one reward; 1 takes the rewards alone, less the value.
+        lam: 0 trusts the critic for all but one reward; 1 takes only the rewards, less the value.
     """
     # Python floats: sums of float64 in one order, the same on every device.
     advantages: list[float] = []

@@ -41,7 +41,7 @@ Advantage = Callable[[Groups], Sequence[Sequence[AdvantageValue]]]
 def build_advantage(config: TrainerConfig) -> Advantage:
     """Return what gives every rollout of a batch the advantage of its environment, times the environment's weight.
 
-    What an advantage normalises over the batch it normalises over the groups that it is the advantage of.
+    An advantage that normalises over the batch normalises over its own groups.
 
     Raises:
         ConfigError: a function of the user cannot be loaded.

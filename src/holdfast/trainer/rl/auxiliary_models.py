@@ -46,7 +46,7 @@ class Critic:
         self._mesh = mesh
         init = model_config.init if config.name is None else "pretrained"
         own = model_config.model_copy(update={"name": config.name or model_config.name, "lora": None, "init": init})
-        # A head of zeros: its first values are 0, so that the first advantages are the returns alone.
+        # A head of zeros: its first values are 0, so that the first advantages are just the returns.
         self.model = build_scalar_model(own, mesh, seed=seed, head="zero")
         self.optimizer = build_optimizer(self.model.hf_model, config.optim)
         self.state = ModelState(self.model, self.optimizer)
@@ -125,13 +125,13 @@ class Ema(State):
 
     @torch.no_grad()
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take in the weights after a step: those of the start by the same names and sharded alike."""
+        """Take in the weights after a step, with the names and sharding of the start."""
         for name, average in self._averages.items():
             average.lerp_(tensors[name].detach().to(torch.float32), 1 - self.decay)
         self.num_updates += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the averages by name, as they lie in memory; loading writes into them."""
+        """Return the averages by name, without a copy; loading writes into them."""
         return dict(self._averages)
 
     def values(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class FrozenModel(State):
         return {"name": self._name, "digest": self._digest}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Check that the model is the one that the run began with.
+        """Check that the run began with this model.
 
         Raises:
             CheckpointError: it is another.
@@ -208,7 +208,7 @@ class SyncedReference(State):
             tensor.copy_(policy[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights of the reference by name, as they lie in memory; loading writes into them."""
+        """Return the weights of the reference by name, without a copy; loading writes into them."""
         return dict(self._tensors)
 
 
@@ -220,7 +220,7 @@ class RewardModel:
         model_config: how it is held in memory.
 
     Raises:
-        DataError: it cannot be loaded, is no reward model, or knows the policy's tokens by other ids.
+        DataError: it cannot be loaded, is not a reward model, or knows the policy's tokens by other ids.
     """
 
     def __init__(self, name: str, model_config: TrainedModelConfig, mesh: Mesh) -> None:
@@ -237,7 +237,8 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], *, row_tokens: int) -> list[float]:
-        """Return the score of every sample, the same on every rank; of several sequences that of the last. Collective.
+        """Return the score of every sample, the same on every rank; a sample of several sequences has the score of the
+        last. Collective.
 
         The last branch of a rollout is its chat as the template shows it in the end.
         """
@@ -246,7 +247,7 @@ class RewardModel:
         own = plan_micro_batches(samples, row_tokens=row_tokens, layout=self.model.layout, mesh=self._mesh)
         found = [score_samples(self.model, samples, indices, pack=True, device=device) for indices in own]
         scores_S = torch.zeros(len(samples))
-        # To the CPU in one copy, behind all passes: each waits for the device.
+        # To the CPU in one copy, after all passes: each waits for the device.
         scores_S[[index for indices in own for index in indices]] = torch.cat(found).cpu()
         reshard(self.model)
         # Every sample is one rank's; the others add zero, which changes no bit.

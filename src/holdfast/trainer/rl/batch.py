@@ -46,7 +46,7 @@ OLD_LOGPROB = "old_logprob"
 VALUE = "value"
 """The critic's value before the step. Set with a critic."""
 RETURN = "return"
-"""What the critic learns: the return by GAE. Set with a critic."""
+"""The critic's target: the return by GAE. Set with a critic."""
 ADVANTAGE = "advantage"
 """The advantage. Always set before the updates."""
 
@@ -81,7 +81,7 @@ def group_rollouts(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def without_truncated(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Return the samples, with an empty mask for those of truncated rollouts; what follows the tokens is shared."""
+    """Return the samples, with an empty mask for truncated rollouts; values per token are shared."""
     return [
         replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) if rollout.truncated else sample
         for sample, rollout in zip(samples, rollouts, strict=True)
@@ -129,7 +129,7 @@ def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimizer update trains on.
+    """The samples of one optimizer update.
 
     Attributes:
         samples: of all ranks.
@@ -163,8 +163,8 @@ def plan_epochs(
 ) -> list[list[Minibatch]]:
     """Return the minibatches of each epoch; every sample is in one of each epoch.
 
-    With several minibatches the samples are shuffled, anew in every epoch, as a function of seed, step
-    and epoch alone (numpy never changes what its SeedSequence gives).
+    With several minibatches the samples are shuffled, again in every epoch, as a function of only seed, step and epoch
+    (numpy never changes what its SeedSequence gives).
     """
     epochs = []
     for epoch in range(config.epochs):
@@ -193,11 +193,10 @@ _PASSES_OF_A_ROW = 16
 def plan_shared_prompts(
     samples: Sequence[Sample], *, row_tokens: int, layout: Layout, num_ranks: int
 ) -> list[list[list[int]]]:
-    """Return each rank's micro-batches, as indices into `samples`; those of one prompt are neighbours that share it.
+    """Return each rank's micro-batches, as indices into `samples`; samples of one prompt are neighbours that share it.
 
     Answers of one prompt stay together as far as that pays. Whole groups fill rows worse than parts of them do, and
-    keep ranks less equally busy. So each group is divided into parts of the size by which all rounds take the least
-    time.
+    keep ranks less equally busy. Each group is divided into parts of the size by which all rounds take the least time.
     """
     by_prompt: dict[object, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -253,15 +252,16 @@ def _shared_cost(samples: Sequence[Sample], part: list[int], layout: Layout) -> 
 
 
 def plan_micro_batches(samples: Sequence[Sample], *, row_tokens: int, layout: Layout, mesh: Mesh) -> list[list[int]]:
-    """Return this rank's micro-batches, as indices into `samples`. All sequences of a sample are in one of them.
+    """Return this rank's micro-batches, as indices into `samples`. All sequences of a sample are in one micro-batch.
 
     Args:
-        row_tokens: most tokens of a micro-batch; a longer sample is alone.
+        row_tokens: most tokens of a micro-batch; a longer sample has one for itself.
     """
     arrangement = layout.arrangement(pack=True)
     lengths = [len(sample.token_ids) for sample in samples]
     if arrangement == "grouped":
-        # Each sequence is a row, padded to the longest. Several are alone: what they take beside others is not known.
+        # Each sequence is a row, padded to the longest. Several get a batch of their own: their size beside others is
+        # not known.
         lengths = [
             max(row_tokens, len(sample.starts) * max(sample.lengths)) if len(sample.starts) > 1 else length
             for sample, length in zip(samples, lengths, strict=True)
@@ -296,7 +296,7 @@ def measure_targets(
             for indices in minibatch.micro_batches
         ]
         order = [index for indices in minibatch.micro_batches for index in indices]
-        # To the CPU in one copy, behind all passes: each waits for the device.
+        # To the CPU in one copy, after all passes: each waits for the device.
         values_N = torch.cat(passes).cpu()
         for index, part_N in zip(order, values_N.split([counts[index] for index in order]), strict=True):
             found_T[ends[index] - counts[index] : ends[index]] = part_N
@@ -313,7 +313,7 @@ def learned_distributions(
 
     Args:
         samples: of the rollouts.
-        is_imitation: a teacher sampled them. What it never samples must become unlikely, so nothing is cut.
+        is_imitation: a teacher sampled them. Tokens that it never samples must become unlikely, so nothing is cut.
     """
     samplings = [rollout.sampling.whole() if is_imitation else rollout.sampling for rollout in rollouts]
     table = tuple(dict.fromkeys(samplings))  # in the order of the rollouts, the same on every rank

@@ -1,4 +1,4 @@
-"""What an RL run has beside policy and optimizer: the components that its algorithm asks for, and their state.
+"""The components of an RL run beside policy and optimizer, and their state. The algorithm asks for them.
 
 Every component is in the checkpoints: tensors as `NAME.*`, values below `NAME`.
 """
@@ -45,7 +45,7 @@ class RlComponents:
         if config.kl is not None:
             name = _reference_name(config)
             report("loading the reference", model=name)
-            # One that is named has its own weights, also beside a policy that begins with random ones.
+            # A named reference has its own weights, also beside a policy with random weights.
             init = config.model.init if config.kl.reference is None else "pretrained"
             if config.kl.reference is not None:
                 refuse_other_tokens(name, config.model.tokenizer_name, key="kl.reference")

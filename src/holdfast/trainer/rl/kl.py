@@ -56,19 +56,20 @@ def estimate_kl(
     policy. As a term of the loss, on tokens of the current policy (Tang and Munos 2025, "On a few pitfalls in KL
     divergence gradient estimation for RL"):
 
-    - k1 has a gradient of expectation zero: noise alone. Subtract it from the reward instead.
+    - k1 has a gradient of expectation zero: only noise. Subtract it from the reward instead.
     - k2 has the gradient of KL(policy || reference), without bias.
-    - k3_unbiased = rho k3, rho = policy / base with its gradient, has that of KL(policy || reference), without bias, on
-      tokens of the base: rho d (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1; TRL's `use_bias_correction_kl`). Where
-      rho is 1 its value is k3 and its gradient that of k2. rho counts for at most 20.
+    - k3_unbiased = rho k3, rho = policy / base with its gradient, has the gradient of KL(policy || reference), without
+      bias, on tokens of the base: rho d (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1; TRL's
+      `use_bias_correction_kl`). If rho is 1, its value is k3 and its gradient is the gradient of k2. rho counts for at
+      most 20.
     - k3 has the gradient of KL(reference || policy), the other direction, which is close only near the reference.
 
-    d counts for at most 20 nats in either direction, as in verl, and has no gradient beyond. (verl also cuts k3 at 10,
-    from where the reference holds a token 13 times likelier on: with such tokens k3 would be biased.)
+    d counts for at most 20 nats in either direction, as in verl, and has no gradient beyond. Unlike verl, k3 is
+    not cut at 10, where the reference holds a token 13 times likelier: it would be biased with such tokens.
 
     Args:
         logprobs_N: log-probabilities under the policy; the result is differentiable in them.
-        reference_logprobs_N: those of the same tokens under the reference.
+        reference_logprobs_N: log-probabilities of the same tokens under the reference.
         base_logprobs_N: of k3_unbiased, those under the policy that the tokens count as sampled by, no gradient.
     """
     log_ratio_N = bounded(logprobs_N - reference_logprobs_N)
@@ -111,10 +112,10 @@ def kl_of_sequences(samples: Sequence[Sample]) -> list[float]:
 class EntropyCoefficient(State):
     """The coefficient of the entropy bonus.
 
-    Without a target it stays as configured. With one it is c where the entropy of the last step was at most the target,
-    else 0; and c rises by `step_size` after a step with at most the target, to `largest`, and falls by it after any
-    other, to 0 (He et al. 2025, "Skywork Open Reasoner 1 Technical Report", section 3.3; TRL's `use_adaptive_entropy`).
-    Before the first step no entropy is known, and there is no bonus.
+    Without a target it stays as configured. With a target it is c if the entropy of the last step was at most the
+    target, else 0. After a step with at most the target, c rises by `step_size`, to `largest`. After any other step it
+    falls by `step_size`, to 0 (He et al. 2025, "Skywork Open Reasoner 1 Technical Report", section 3.3; TRL's
+    `use_adaptive_entropy`). Before the first step no entropy is known, and there is no bonus.
     """
 
     def __init__(self, config: EntropyConfig) -> None:
@@ -144,7 +145,7 @@ class EntropyCoefficient(State):
         return {"steered": self._steered, "last": self._last}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over where the steering was. What is configured wins."""
+        """Take over where the steering was. Configured values win."""
         self._steered = min(float(values["steered"]), self._config.largest)
         self._last = None if values["last"] is None else float(values["last"])
 

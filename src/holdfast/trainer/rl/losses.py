@@ -2,9 +2,8 @@
 
 A built-in loss is an objective per token. `build_policy_loss` makes the loss: minus the sum of the objective over the
 predicted tokens of this forward pass, times correction and weight. The weights carry the denominator, which is global:
-it counts the whole optimizer update, over all ranks and micro-batches. So the sum over micro-batches and ranks is the
-loss of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work on
-sequences.
+it counts the whole optimizer update, over all ranks and micro-batches. The sum over micro-batches and ranks is the loss
+of the update, however it was split. A forward pass always holds whole sequences, so a loss may also work on sequences.
 
 The correction handles sampler and trainer that disagree about the same tokens. Without a correction, the ratio of a
 loss is pi / mu: trained policy over sampler. With a correction, the ratio splits in two, pi / mu = (pi / pi_old) *
@@ -148,11 +147,11 @@ def gspo_token_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tup
     """Return GSPO-token (Zheng et al. 2025, eqs. 13 and 14), for advantages that differ within a sequence.
 
     The `clipped_surrogate` of s_t = sg(s) pi_t / sg(pi_t), with s as in `gspo_objective` and sg: no gradient. Its value
-    is s; its gradient is s times that of the token's own log-probability. With one advantage per sequence, and
-    `aggregation = "sequence"`, loss and gradient are those of `gspo`.
+    is s; its gradient is s times the gradient of the token's own log-probability. With one advantage per sequence, and
+    `aggregation = "sequence"`, loss and gradient equal `gspo`.
     """
     mean_N = over_sequences(log_ratios(data, config).detach(), data, torch.mean)
-    # 0 in value: it brings in the gradient of the token alone.
+    # 0 in value: it only brings in the gradient of the token.
     own_N = data.logprobs_N - data.logprobs_N.detach()
     return clipped_surrogate(torch.exp(mean_N + own_N), data.advantages_N, config)
 
@@ -168,7 +167,7 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PolicyLossC
     low, high = config.clip_range
     clipped_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
     dual_N = (ratio_N > config.dual_clip) & (advantages_N < 0)
-    # Where A < 0 the surrogate is unbounded below in rho: dual clip bounds it, and its gradient.
+    # If A < 0, the surrogate is unbounded below in rho: dual clip bounds it, and its gradient.
     return torch.where(dual_N, config.dual_clip * advantages_N, clipped_N), {
         **clip_counts(ratio_N, advantages_N, low, high),
         "clip_fraction/dual": dual_N.sum(),
@@ -177,7 +176,7 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PolicyLossC
 
 @torch.no_grad()
 def clip_counts(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> Counts:
-    """Return how many tokens lie outside of [low, high] on the side where their advantage pushes."""
+    """Return how many tokens are outside of [low, high] on the side where their advantage pushes."""
     below_N = (ratio_N < low) & (advantages_N < 0)
     above_N = (ratio_N > high) & (advantages_N > 0)
     return {"clip_fraction/low": below_N.sum(), "clip_fraction/high": above_N.sum()}
@@ -199,9 +198,9 @@ def policy_gradient_objective(data: PolicyLossInput, config: PolicyLossConfig) -
     """Return REINFORCE (Williams 1992) with given advantages, as RLOO uses it (Ahmadian et al. 2024, "Back to Basics").
 
     sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios): importance sampling of the policy gradient, truncated
-    (Ionides 2008), so that older rollouts and further epochs do not bias it but for the truncation. Where rho
-    is 1, as with `ratio_to = "old"` and one update a step, it is REINFORCE. With `aggregation = "constant"` it is the
-    policy gradient of the whole sequence's log-probability, times 1 / constant_tokens.
+    (Ionides 2008), so that older rollouts and further epochs do not bias it except by the truncation. If rho is 1, as
+    with `ratio_to = "old"` and one update a step, it is REINFORCE. With `aggregation = "constant"` it is the policy
+    gradient of the whole sequence's log-probability, times 1 / constant_tokens.
     """
     ratio_N, counts = _truncated_ratios(data, config)
     return ratio_N * data.advantages_N * data.logprobs_N, counts
@@ -210,10 +209,10 @@ def policy_gradient_objective(data: PolicyLossInput, config: PolicyLossConfig) -
 def dppo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return DPPO with the binary total variation (arXiv 2602.04879, "Rethinking the Trust Region in LLM RL").
 
-    m_t sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios), p and b the probabilities of the token under
-    policy and base, and m_t = 0 where the policy has gone too far already: p - b > clip_high and A > 0, or
-    p - b < -clip_low and A < 0. It bounds what moves probability, not its ratio: rare tokens may multiply theirs.
-    The truncation is that of section 5.4.
+    m_t sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios). The probabilities of the token under policy and
+    base are p and b. The mask m_t is 0 if the policy has gone too far already: p - b > clip_high and A > 0, or p - b <
+    -clip_low and A < 0. It bounds what moves probability, not its ratio: rare tokens may multiply theirs. The
+    truncation is from section 5.4.
     """
     assert config.clip_low is not None and config.clip_high is not None  # the config fills them in
     ratio_N, counts = _truncated_ratios(data, config)
@@ -362,8 +361,8 @@ def with_kl_term(
 ) -> PolicyLoss:
     """Return `loss + coef * sum_t w_t KL_t` (Shao et al. 2024, "DeepSeekMath", which has k3 there).
 
-    The weights w, and so the denominator, are those of the loss itself; so is what `k3_unbiased` takes the importance
-    ratio to, unless the loss has none: then to the policy at the start of the step.
+    The weights w, and so the denominator, are the loss's own, as are the log-probabilities that `k3_unbiased` takes the
+    importance ratio to, unless the loss has none: then to the policy at the start of the step.
     """
 
     def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
@@ -380,8 +379,8 @@ def with_distillation_term(loss: PolicyLoss, config: PolicyLossConfig, coef: flo
     """Return `loss + coef * sum_t w_t KL(policy || teacher)_t`, the divergence over the whole vocabulary at each token.
 
     The reverse KL of Gu et al. 2024, "MiniLLM", and Agarwal et al. 2024, "On-Policy Distillation of Language Models",
-    on rollouts of the policy; how an earlier token leads to a later one carries no gradient. The weights w are those
-    of the loss itself.
+    on rollouts of the policy; how an earlier token leads to a later one carries no gradient. The weights w are the
+    loss's own.
     """
 
     def taught(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:

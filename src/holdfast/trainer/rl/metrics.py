@@ -130,14 +130,14 @@ def explained_variance(
 ) -> float:
     """Return 1 - Var(returns - values) / Var(returns), from sums over tokens (`value_sums`).
 
-    1: the critic is right but for a constant; 0: no better than a constant; below: worse. NaN where the returns
-    do not differ, so that there is nothing to explain.
+    1: the critic is right except for a constant; 0: no better than a constant; below: worse. NaN where the returns do
+    not differ, so that there is nothing to explain.
     """
     if num_tokens == 0:
         return float("nan")
     variance = squared_returns / num_tokens - (returns / num_tokens) ** 2
     error_variance = squared_errors / num_tokens - (errors / num_tokens) ** 2
-    # What rounding leaves of equal returns is no variance.
+    # The rounding of equal returns is not a variance.
     if variance <= 1e-14 * squared_returns / num_tokens:
         return float("nan")
     return 1 - error_variance / variance

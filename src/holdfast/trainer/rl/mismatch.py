@@ -1,10 +1,10 @@
 """Checks that trainer and engine compute the same model, before the trainer trains on fresh rollouts.
 
 If the weights of this very step sampled a rollout (age 0), its log-probabilities must equal the trainer's, except for
-rounding. A larger difference means another model: an attention soft cap that one of them leaves out, another dtype, a
-faulty kernel. Older rollouts differ because the policy moved, and only the alerts watch them.
+rounding. A larger difference means another model: an attention soft cap that trainer or engine leaves out, another
+dtype, a faulty kernel. Older rollouts differ because the policy moved, and only the alerts watch them.
 
-With `async_level` above 0, only the first batch has age 0. For the others, the parity check (`measure_canary`) stands
+With `async_level` above 0, only the first batch has age 0. For the others, the parity check (`measure_canary`) remains
 in, at the start of every attempt: see `Canary` in `holdfast.protocol.inference`.
 """
 
@@ -40,9 +40,10 @@ from holdfast.trainer.rl.metrics import PolicyStatistics
 LIMITS = {"float32": 1e-6, "bfloat16": 0.05}
 
 
-# Of truncated distributions, in float32. A token at the border that rounding cuts on one side alone moves the
-# log-probability of the sampled token by as much as its own probability: rare, but 0.3 nats at one of 100 tokens make
-# 4e-4, and a resume would meet them again. The canary, which is not truncated, is held to the limit above.
+# For truncated distributions, in float32. Rounding may cut a token at the border on only one side. Then the
+# log-probability of the sampled token moves by as much as the probability of the cut token. This is rare, but 0.3 nats
+# at one of 100 tokens make 4e-4, and a resume would meet them again. The canary, which is not truncated, is held to the
+# limit above.
 _TRUNCATED_LIMIT = 1e-3
 
 
@@ -90,9 +91,9 @@ class MismatchCheck:
         """Note what this step trains on; with dropout, compare. Collective.
 
         Args:
-            samples: of `rollouts`, and perhaps others behind them.
+            samples: of `rollouts`, and perhaps others after them.
             measure: fills in `OLD_LOGPROB` without dropout.
-            is_foreign: other weights than those of this step's trainer sampled the rollouts; nothing is compared.
+            is_foreign: other weights than this step's trainer has sampled the rollouts; nothing is compared.
             is_truncated: the distributions that they were sampled from were.
 
         Raises:

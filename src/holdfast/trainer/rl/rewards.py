@@ -29,8 +29,8 @@ from holdfast.trainer.rl.scored_rollouts import OWN_REWARD, reward_components
 class RunningMoments(State):
     """Mean and variance over every batch seen, by the parallel update of Chan et al. 1979.
 
-    They start as mean 0 and variance 1 with next to no weight (1e-24 observations, as in trlX's RunningMoments):
-    the first batch replaces them but for rounding.
+    They start as mean 0 and variance 1 with next to no weight (1e-24 observations, as in trlX's RunningMoments): the
+    first batch replaces them except for rounding.
 
     Attributes:
         mean: mean of the rewards.
@@ -51,7 +51,7 @@ class RunningMoments(State):
         return math.sqrt(self.var * self.count / (self.count - 1))
 
     def update(self, rewards: Sequence[float]) -> None:
-        """Take over the rewards of a batch: those of all ranks, since moments of parts must not be averaged.
+        """Take over the rewards of a batch from all ranks: moments of parts must not be averaged.
 
         Sums are exact before their one rounding, so the order of the rewards does not matter.
         """
@@ -105,8 +105,8 @@ def shape_rewards(
 ) -> list[list[float]]:
     """Return the rewards of one batch as advantages see them; each step is optional.
 
-    In this order: add the penalties, clip to `[-clip, clip]`, take the rewards of this batch into `moments`, divide
-    by their standard deviation. So one outlier spoils no scale, and a batch counts in its own.
+    In this order: add the penalties, clip to `[-clip, clip]`, take the rewards of this batch into `moments`, divide by
+    their standard deviation. One outlier spoils no scale, and a batch counts in its own.
 
     Args:
         rewards_PG: scored rewards of the whole batch, all ranks'; not changed.
@@ -180,7 +180,7 @@ def rewards_of_batch(
 
 
 def _weighted_sum(rollout: Rollout, weights: Mapping[str, float]) -> float:
-    """Return the sum of what the environment gave, each times its weight."""
+    """Return the sum of the environment's rewards, each times its weight."""
     values = reward_components(rollout.reward, rollout.metrics)
     if missing := [name for name in weights if name not in values]:
         raise TrainingError(

@@ -32,7 +32,7 @@ def score_rollouts(
     *,
     mask_truncated: bool = False,
 ) -> list[list[ScoredRollout]]:
-    """Return the rollouts as advantages see them, with what each of their tokens earned.
+    """Return the rollouts as advantages see them, with the reward of each token.
 
     Args:
         samples: of the rollouts, with their whole masks: penalties of rollouts that are not trained count too.

@@ -86,8 +86,8 @@ def policy_step(
     Args:
         teacher: what `PolicyLossInput.teacher_kl_N` measures the divergence from; its parameters stay whole.
 
-    Where samples have no log-probabilities from before the step, the weights have not changed since:
-    the update is the only one of its step. Under `torch.no_grad` the forward passes are made alone, for `statistics`.
+    If samples have no log-probabilities from before the step, the weights have not changed since: the update is the
+    only one of its step. Under `torch.no_grad` only the forward passes are made, for `statistics`.
     """
     reading = replace(reading, entropy=True)
     samples = minibatch.samples
@@ -208,7 +208,8 @@ class Learner:
         # A teacher's weights have no digest here.
         reading = Reading(learned_distributions(rollouts, samples, is_imitation=not batch.weights_digest))
         with stopwatch.phase("experience"):
-            # What is not trained is measured, too: its penalties and values count in the advantages of the others.
+            # Samples without training are measured, too: their penalties and values count in the advantages of the
+            # others.
             left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
             self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
             metrics = self._compute_advantages(groups, samples, trained)
@@ -304,7 +305,7 @@ class Learner:
 
     @property
     def _needs_old_logprobs(self) -> bool:
-        """Whether log-probabilities before the step are needed beside those of the update."""
+        """Whether log-probabilities before the step are needed beside the update's."""
         config, kl, distillation = self._config, self._config.kl, self._config.distillation
         several = config.updates.epochs * config.updates.minibatches > 1
         for_kl = kl is not None and (kl.target is not None or (kl.place == "reward" and kl.coef > 0))
@@ -371,7 +372,7 @@ class Learner:
                     loss = self._step(minibatch, statistics, reading)
                     if self._pretraining is not None:
                         pretraining_losses.append(self._pretraining.step(self._policy, done, self._mesh))
-                # After the first update the weights are no longer those that this compares.
+                # After the first update the weights have changed, and cannot be compared.
                 if not grad_norms:
                     self._mismatch.before_update(step, statistics)
                 with stopwatch.phase("optimizer"):
