@@ -8,7 +8,7 @@ Its settings are `starts`, one word for each start, and `directory`, in which it
              so at the named pipe `asked` and takes for ever, task 3 fails; what is cancelled it says at `cancelled`
     exits    ends while it loads
     killed   gets SIGKILL while it loads
-    falls    gets SIGKILL while it plays
+    falls    gets SIGKILL while it writes its first answer
     refuses  says that it cannot be loaded
     other    has one task more
     waits    says that it has begun at the named pipe `began`, and waits for who writes `go`
@@ -55,6 +55,7 @@ def main(descriptor: int) -> None:
             if "cancel" in asked:
                 (directory / "cancelled").write_text(str(asked["cancel"]))
             elif word == "falls":
+                stream.write(b'{"play": ')
                 os.kill(os.getpid(), signal.SIGKILL)
             elif asked["task"] == 0:
                 os._exit(7)

@@ -138,6 +138,10 @@ async def run_group(
             raise
         tokens = sum(len(session.token_ids) for session in sessions)
         return dropped(problem, failure, num_sessions=len(sessions), num_tokens=tokens)
+    finally:
+        # What an environment has left running must sample nothing for a group that has failed.
+        for session in sessions:
+            session.end()
     return [
         _to_rollout(problem, index, session, score, is_sampled_by_teacher=config.is_sampled_by_teacher)
         for index, (session, score) in enumerate(zip(sessions, scores, strict=True))

@@ -77,8 +77,11 @@ def _written(path: Path) -> tuple[int, int]:
 def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
     """Return a published version, from its manifest. Raises CheckpointError if it is missing, damaged, or another."""
     path = run_dir.weights_of(version)
+    try:
+        written = _written(path)  # first: a manifest that is written from here on shows as another one
+    except FileNotFoundError:
+        written = (0, 0)  # it is not there, as the next line says
     manifest = read_manifest(path)
-    written = _written(path)
     if manifest.kind != "weights" or manifest.policy_version != version:
         raise CheckpointError(
             f"{path} holds {manifest.kind} of version {manifest.policy_version}, expected weights of version {version}"

@@ -185,6 +185,21 @@ def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_pa
         describe_weights(run_dir, 0)
 
 
+def test_weights_published_again_while_they_are_described_count_as_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path)
+    publish_weights(run_dir, 0, b"zero")
+
+    def read_and_replace(path: Path) -> Manifest:
+        found = manifest.read_manifest(path)
+        publish_weights(run_dir, 0, b"one")
+        return found
+
+    monkeypatch.setattr("holdfast.orchestrator.weight_sync.read_manifest", read_and_replace)
+    assert describe_weights(run_dir, 0).was_replaced()
+
+
 def test_weights_taken_away_while_being_described_are_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 0, b"zero")

@@ -258,7 +258,8 @@ class EnginePool:
         self._changes += 1
         self._failure = None
         for engine in self.engines:
-            if not engine.is_there and engine not in self._recoveries:
+            recovery = self._recoveries.get(engine)
+            if not engine.is_there and (recovery is None or recovery.done()):
                 self._recover(engine, Unavailable("it could not be given what it should serve"))
         self._note_change()
 
@@ -331,8 +332,9 @@ class EnginePool:
         self._note_change()
 
     def _note_end(self, engine: Engine, recovery: asyncio.Task[None]) -> None:
-        if self._recoveries.get(engine) is recovery:  # else it was lost again meanwhile
-            del self._recoveries[engine]
+        if self._recoveries.get(engine) is not recovery:
+            return  # it was lost again, or other weights are wanted meanwhile
+        del self._recoveries[engine]
         if not recovery.cancelled() and (error := recovery.exception()) is not None:
             self._failure = error
             self._note_change()

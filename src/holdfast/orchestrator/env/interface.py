@@ -18,6 +18,7 @@ set `tools`. `make_task` and `score` may be `async` or not; a message may be wri
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -257,12 +258,16 @@ class Session:
     async def sample(self, *, max_tokens: int | None = None) -> str:
         """Let the policy continue by at most `max_tokens` (default: `sampling.max_tokens`); return the sampled text.
 
-        Raises SessionFull if there is no room for a token, RuntimeError if this session is being sampled already.
+        Raises SessionFull if there is no room for a token, RuntimeError if this session is being sampled already,
+        TypeError or ValueError if `max_tokens` is not an integer from 1.
         """
         self._require_idle("sample()")
+        wanted = self._max_tokens if max_tokens is None else operator.index(max_tokens)
+        if wanted < 1:
+            raise ValueError(f"sample(max_tokens={wanted}) leaves no token to sample: allowed are integers from 1")
         if self.room < 1:
             raise SessionFull(f"there is no room for another token in the {self._seq_len} of the session (seq_len)")
-        most = min(self._max_tokens, self.room, max_tokens or self._max_tokens)
+        most = min(self._max_tokens, self.room, wanted)
         self._is_sampling = True
         try:
             seen = self._token_ids[self._branch_starts[-1] :].tolist()
@@ -404,7 +409,7 @@ class Session:
 
     def _require_idle(self, wanted: str) -> None:
         if self._is_over:
-            raise RuntimeError(f"{wanted} after score() has returned: await everything before")
+            raise RuntimeError(f"{wanted} after score() has returned, or its group has failed: await all before")
         if self._is_sampling:
             raise RuntimeError(
                 f"{wanted} while a sample() of the same session goes on would mix their turns: await one after the "

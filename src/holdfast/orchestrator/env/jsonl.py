@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,14 @@ def number(completion: str, answer: str) -> float:
     return float(given is not None and given == right)
 
 
-def _last_number(text: str) -> float | None:
+def _last_number(text: str) -> float | Decimal | None:
+    """Return the last number, an integer exactly: as floats, integers above 2**53 would equal their neighbours."""
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    if not found:
+        return None
+    digits = found[-1].replace(",", "")
+    whole, _, fraction = digits.lstrip("+-").partition(".")
+    return Decimal(digits) if whole.isdecimal() and not fraction.strip("0") else float(digits)
 
 
 def regex_scorer(pattern: str) -> Scorer:

@@ -244,7 +244,8 @@ class _Link:
     async def _read(self) -> None:
         try:
             with contextlib.suppress(ConnectionError):
-                while line := await self._reader.readline():
+                # Of a process that was killed meanwhile the last line is cut off.
+                while (line := await self._reader.readline()).endswith(b"\n"):
                     found = json.loads(line)
                     waiting = self._waiting.get(found.pop("play"))
                     if waiting is not None and not waiting.done():

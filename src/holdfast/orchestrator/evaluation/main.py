@@ -31,7 +31,7 @@ from holdfast.orchestrator.evaluation.evaluator import (
     sizes_of,
 )
 from holdfast.orchestrator.judge_client import judging
-from holdfast.orchestrator.tasks import run_until_stopped
+from holdfast.orchestrator.tasks import FreezeTolerantLoop, run_until_stopped
 from holdfast.orchestrator.teacher import adopt_served_weights
 from holdfast.orchestrator.workers import Workers, starting_workers
 from holdfast.process.child import (
@@ -118,7 +118,12 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate as the resolved configuration says that `argv` names; never returns."""
     die_with_launcher()
     set_up_logging("evaluation")
-    run_reporting_errors(lambda: asyncio.run(run_until_stopped(run(read_toml(EvaluateConfig, argv[0])))))
+
+    def evaluate_it() -> None:
+        with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
+            runner.run(run_until_stopped(run(read_toml(EvaluateConfig, argv[0]))))
+
+    run_reporting_errors(evaluate_it)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,8 @@ class Summary(msgspec.Struct, kw_only=True):
         """Return the numbers by slash-separated name, as in metrics.jsonl: `eval/<environment>/avg@8`."""
         found = {}
         for name, environment in self.environments.items():
-            numbers = {key: one.value for key, one in environment.estimates.items()} | environment.metrics
+            # The environment may have a number of its own with the name of an estimate.
+            numbers = environment.metrics | {key: one.value for key, one in environment.estimates.items()}
             numbers["truncated"] = environment.truncated
             if environment.dropped:
                 numbers["dropped"] = float(sum(environment.dropped.values()))

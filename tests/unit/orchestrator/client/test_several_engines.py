@@ -16,7 +16,7 @@ from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import InferenceError
 from holdfast.orchestrator.client import http
 from holdfast.orchestrator.client.client import Affinity, InferenceClient, choose
-from holdfast.orchestrator.client.http import HttpTransport
+from holdfast.orchestrator.client.http import HttpTransport, Unavailable
 from holdfast.orchestrator.client.pool import Engine
 from holdfast.process.events import EVENTS_ENV
 from holdfast.protocol.inference import GenerateRequest
@@ -288,6 +288,29 @@ def test_weights_an_engine_could_not_take_end_nothing_when_newer_ones_come(tmp_p
     other.on_generate = wait_for_it
     assert rollouts_of(tmp_path / "two", leaving, other) == expected
     assert refused and other.boot_id == "second"
+
+
+def test_weights_that_an_engine_refused_do_not_fail_the_next_ones() -> None:
+    """The next ones are wanted in the turn of the event loop in which the refusal ends the recovery."""
+    engine = FakeEngine(version=0, digest="served")
+
+    async def lose_and_expect() -> None:
+        async with InferenceClient(ClientConfig(urls=[engine.url])) as client:
+            pool, (lost,) = client.pool, client.engines
+
+            async def take(_: Engine) -> None: ...
+
+            async def refuse(_: Engine) -> None:
+                asyncio.get_running_loop().call_soon(pool.expect, take)
+                raise InferenceError("refused")
+
+            pool.expect(refuse)
+            pool.lose(lost, epoch=0, failure=Unavailable("gone"))
+            async with asyncio.timeout(HANG_S):
+                assert await pool.wait_for_any() == [lost]
+
+    with serving(engine):
+        asyncio.run(lose_and_expect())
 
 
 def test_each_engine_gets_its_share_at_most_while_others_are_away() -> None:

@@ -156,13 +156,13 @@ class Runs(Plain):
                 self.left = asyncio.create_task(session.sample())
                 await asyncio.sleep(0)
             case _:
-                await session.sample()
-                self.change(session)
+                await session.sample(max_tokens=np.int64(3))  # type: ignore[arg-type]
+                await self.change(session)
 
     async def append(self, session: Session) -> None:
         session.append_text("b") if self.what == "text" else session.append_messages([{"role": "user", "content": "b"}])
 
-    def change(self, session: Session) -> None:
+    async def change(self, session: Session) -> None:
         match self.what:
             case "copies":
                 session.logprobs[-1] = float("nan")
@@ -170,6 +170,10 @@ class Runs(Plain):
                 session.versions.clear()
                 session.texts.clear()
                 session.token_ids[-1] = 5 if session.token_ids[-1] != 5 else 6
+            case "none":
+                await session.sample(max_tokens=0)
+            case "half":
+                await session.sample(max_tokens=2.5)  # type: ignore[arg-type]
             case "flag":
                 session.truncated = 1  # type: ignore[assignment]
             case "list":
@@ -356,6 +360,8 @@ def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: 
         (Runs, "unwritten", r"run\(\) raised DataError: .*`tool_calls`, which the chat template .* not write"),
         (Runs, "list", r"run\(\) raised AttributeError: property 'token_ids' of 'Session' object has no setter"),
         (Runs, "flag", r"session.truncated = 1 \(int\), expected True or False: convert it by bool\(\)"),
+        (Runs, "none", r"ValueError: sample\(max_tokens=0\) leaves no token to sample: allowed are integers from 1"),
+        (Runs, "half", r"run\(\) raised TypeError: 'float' object cannot be interpreted as an integer"),
         (Runs, "gather", r"run\(\) raised RuntimeError: sample\(\) while a sample\(\) of the same session goes on"),
         (Runs, "text", r"RuntimeError: append_text\(\) while a sample\(\)"),
         (Runs, "messages", r"RuntimeError: append_messages\(\) while a sample\(\)"),
@@ -388,6 +394,17 @@ def test_a_mistake_is_one_line(tmp_path: Path, kind: type[Environment], what: st
     else:
         first = r"environment 'mine' failed on task \d" if on_error == "stop" else "all 3 groups were dropped"
     assert re.search(first, str(caught.value)) and len(str(caught.value)) < 1200
+
+
+def test_what_is_left_running_samples_nothing_for_a_group_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions: list[Session] = []
+    monkeypatch.setattr(Raises, "run", lambda self, session, task: sessions.append(session) or session.sample())
+    with pytest.raises(EnvironmentFailure, match="all 3 groups were dropped"):
+        run(tmp_path, Raises, args={"what": "data in score"}, on_error="drop")
+    with pytest.raises(RuntimeError, match=r"sample\(\) after score\(\) has returned, or its group has failed"):
+        asyncio.run(sessions[0].sample())
 
 
 def test_an_environment_changes_only_copies_of_what_is_trained_on(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from holdfast.orchestrator.evaluation.results import EvaluatedRollout
 from holdfast.orchestrator.evaluation.statistics import (
     Estimate,
     mean_over_tasks,
@@ -14,6 +15,7 @@ from holdfast.orchestrator.evaluation.statistics import (
     pass_at_k,
     powers_up_to,
     student_quantile,
+    summarize,
     without_skewness,
 )
 
@@ -24,6 +26,13 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
         subsets = list(itertools.combinations(solved, k))
         assert pass_at_k(5, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
     assert [powers_up_to(number) for number in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+
+
+def test_a_number_of_the_environment_does_not_hide_an_estimate() -> None:
+    rollout = EvaluatedRollout(environment="e", task=0, reward=0.5, solved=True, metrics={"pass@1": 9.0, "other": 2.0})
+    identity = {"samples_per_task": 1, "environments": ["e"], "policy": {}}
+    found = summarize({("e", 0): [rollout]}, identity, confidence=0.95).metrics()
+    assert found == {"eval/e/pass@1": 1.0, "eval/e/other": 2.0, "eval/e/avg@1": 0.5, "eval/e/truncated": 0.0}
 
 
 def test_wilson_is_what_statistics_packages_give() -> None:

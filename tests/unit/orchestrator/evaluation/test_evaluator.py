@@ -34,6 +34,7 @@ from holdfast.orchestrator.evaluation.evaluator import (
 )
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, line_of, read_identity, read_tasks
 from holdfast.orchestrator.evaluation.statistics import Summary, compare, read_evaluation, summary_in
+from holdfast.orchestrator.tasks import FreezeTolerantLoop
 from holdfast.process.child import DATE_ENV
 from holdfast.run import journal
 from holdfast.run.manifest import library_versions
@@ -298,6 +299,16 @@ def test_tasks_that_are_dropped_are_named_and_count_nowhere(tmp_path: Path, monk
     both = compare(tmp_path / "a", tmp_path / "b")
     assert both.skipped == 2 and all(line.num_tasks == 4 for line in both.lines)
     assert none.environments["alone"].estimates == {} and nothing.lines == [] and nothing.skipped == 1
+
+
+def test_no_deadline_of_an_evaluation_passes_while_it_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(_: object) -> None:
+        assert isinstance(asyncio.get_running_loop(), FreezeTolerantLoop)
+
+    for name, value in (("run", look), ("read_toml", lambda *_: None), ("set_up_logging", lambda _: None)):
+        monkeypatch.setattr(f"holdfast.orchestrator.evaluation.main.{name}", value)
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["resolved.toml"])
 
 
 def test_no_held_out_seed_is_one_of_training() -> None:
