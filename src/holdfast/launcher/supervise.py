@@ -22,6 +22,7 @@ from holdfast.process.child import is_ignored
 from holdfast.process.scratch import remove_abandoned
 
 REFRESH_S = 0.1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP_TIMEOUT_S = 10.0
 ECHO_S = 1.0
 """A signal so soon after another is the same one: a signal to a process group arrives twice, by `uv run` as well."""
@@ -82,7 +83,7 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         signal.set_wakeup_fd(self._sender.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             if not is_ignored(number):
                 signal.signal(number, self._note_signal)
         # Only signals with a handler write to the wakeup descriptor.
