@@ -150,6 +150,18 @@ def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends:
     assert ends(grandchild)
 
 
+def test_who_has_the_id_of_a_dead_child_by_now_is_left_alone() -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    dead.wait()
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    dead.pid = other.pid  # as the kernel may give it anew
+    process = LocalProcess(dead)
+    process.kill()
+    process.clear(HANG_S)
+    other.terminate()
+    assert other.wait() == -signal.SIGTERM, "it lived, and nobody waited for its end"
+
+
 def test_a_child_whose_launcher_is_gone_already_ends_at_once() -> None:
     code = "from holdfast.process.child import die_with_launcher as die; die(); print('alive')"
     code += "; import os; print(os.environ)"
