@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.launcher.cluster.hosts import LocalProcess
-from holdfast.launcher.supervise import Child, Supervisor, error_message, last_lines
+from holdfast.launcher.supervise import Child, Supervisor, end_of_log, error_message, last_lines
 from holdfast.process.child import LAUNCHER_ENV
 from tests.runs.processes import HANG_S
 
@@ -226,6 +226,14 @@ def test_the_error_of_a_log_is_its_last_error_block(tmp_path: Path) -> None:
     assert last_lines(log, 2) == "           more of it\n        not of it"
     log.write_text("no message here\n")
     assert error_message(log) is None
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "long.log"
+    log.write_text(f"error: old\n{'line' * 100}\nerror: new\n")
+    monkeypatch.setattr("holdfast.launcher.supervise._MOST_BYTES", 20)
+    assert end_of_log(log) == ["lineline", "error: new"]
+    assert error_message(log) == "new" and error_message(log, begin=log.stat().st_size) is None
 
 
 def test_a_child_is_started_again_when_what_the_dead_one_started_has_let_go(tmp_path: Path) -> None:
