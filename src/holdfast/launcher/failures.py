@@ -27,7 +27,7 @@ from holdfast.launcher.cluster.hosts import Process
 from holdfast.launcher.liveness import LivenessMonitor
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.supervise import Child, Supervisor, last_lines
+from holdfast.launcher.supervise import Child, Supervisor, end_of_log, last_lines
 from holdfast.process.heartbeat import awake_s
 from holdfast.run.run_dir import RunDir
 
@@ -173,7 +173,7 @@ def engine_failure(log: Path, *, begin: int = 0) -> str | None:
     Args:
         begin: bytes of `log` that others wrote before.
     """
-    lines = log.read_bytes()[begin:].decode(errors="replace").splitlines() if log.exists() else []
+    lines = end_of_log(log, begin=begin)
     starts = [number for number, line in enumerate(lines) if _START in line]
     lines = lines[starts[-1] if starts else 0 :]
     # Only lines of the engine: errors of the server follow from them.

@@ -21,7 +21,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import EvaluatedCommand, SupervisedCommand, TrainingCommand
-from holdfast.errors import ConfigError, HoldfastError, RunDirError
+from holdfast.errors import ConfigError, RunDirError
 from holdfast.launcher.cluster.slurm import submit_rl, submit_training
 from holdfast.launcher.devices import (
     Placement,
@@ -71,6 +71,7 @@ from holdfast.process.gpus import Gpu, find_gpus
 from holdfast.process.imports import module_command
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV
+from holdfast.view.console import code_of_error
 
 _ANSWERING_S = 10.0  # a timely answer may arrive so late on a busy machine
 _NODE_RESTART_WINDOW_S = 600.0
@@ -148,11 +149,8 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
         if group.is_head:
             RunDir(config.output_dir).lock()
         code = _run(config, group, environment)
-    except HoldfastError as error:
-        code, said = error.exit_code, str(error)
-        raise
-    except KeyboardInterrupt:
-        code = 130
+    except (Exception, KeyboardInterrupt) as error:
+        code, said = code_of_error(error), str(error)
         raise
     finally:
         code = group.leave(code, said)

@@ -18,7 +18,8 @@ from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Process
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.preflight import check_in_child
-from holdfast.launcher.supervise import error_message
+from holdfast.launcher.supervise import REFRESH_S, STOP_SIGNALS, error_message
+from holdfast.process.child import is_ignored
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.process.imports import module_command
@@ -64,6 +65,19 @@ def held_back(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Note the signals that ask to stop, instead of their effect."""
+    came: list[int] = []
+    numbers = [one for one in STOP_SIGNALS if not is_ignored(one)]
+    before = [(number, signal.signal(number, lambda one, _: came.append(one))) for number in numbers]
+    try:
+        yield came
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 @dataclass
@@ -154,26 +168,37 @@ class SideProcesses:
         self._waits_s = min(self._waits_s, _STOPPING_S)
 
     def end(self) -> None:
-        """Let every tracker send the rest, with one retry; warn about trackers that are too slow."""
+        """Let every tracker send the rest, with one retry; warn about trackers that are too slow. A signal to stop ends
+        the wait."""
         deadline = time.monotonic() + self._waits_s
         for side in self._processes:
             if side.process is None and side.starts_at is not None:  # it was to be started again
                 self._start(side, print)
             if side.process is not None:
                 side.process.signal(signal.SIGTERM)
-        for side in self._processes:
-            for is_last in (False, True):
-                if side.process is None:
-                    break
-                code = side.process.wait(max(0.0, deadline - time.monotonic()))
-                side.process.kill()
-                if code in (0, _REFUSED, None) or is_last:
-                    why = "it has not finished in time" if code is None else self._reason(side, code)
-                    if code != 0:
-                        print(f"WARNING: {side.name}: {why}. {side.remedy}", flush=True)
-                    break
-                side.process = None
-                self._start(side, print)
-                if side.process is not None:
-                    side.process.signal(signal.SIGTERM)
+        with _noted() as came:
+            for side in self._processes:
+                for is_last in (False, True):
+                    if side.process is None:
+                        break
+                    code = _wait(side.process, deadline, came)
+                    side.process.kill()
+                    if code in (0, _REFUSED, None) or is_last:
+                        why = "it has not finished in time" if code is None else self._reason(side, code)
+                        if code != 0:
+                            print(f"WARNING: {side.name}: {why}. {side.remedy}", flush=True)
+                        break
+                    side.process = None
+                    self._start(side, print)
+                    if side.process is not None:
+                        side.process.signal(signal.SIGTERM)
         self._processes = []
+
+
+def _wait(process: Process, deadline: float, came: list[int]) -> int | None:
+    """Return the exit code of `process`; None if it still runs at the `deadline` or when a signal has come."""
+    while True:
+        left_s = 0.0 if came else max(0.0, deadline - time.monotonic())
+        code = process.wait(min(REFRESH_S, left_s))
+        if code is not None or not left_s:
+            return code

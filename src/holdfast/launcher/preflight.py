@@ -69,7 +69,7 @@ def check_training(config: TrainingCommand) -> None:
         check_tokenizer_path(config.model.tokenizer_name, key=key)
         check_data_path(config.data.name, key="data.name")
     if isinstance(config, DpoConfig) and config.loss.reference_model:
-        check_model_path(config.loss.reference_model, key="loss.reference_model")
+        _check_weights(config.loss.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
         return
     for key, name in (
@@ -78,7 +78,7 @@ def check_training(config: TrainingCommand) -> None:
         ("reward_model.name", config.reward_model and config.reward_model.name),
     ):
         if name:
-            check_model_path(name, key=key)
+            _check_weights(name, key=key)
     if config.pretraining is not None:
         check_data_path(config.pretraining.data.name, key="pretraining.data.name")
     if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
@@ -88,6 +88,11 @@ def check_training(config: TrainingCommand) -> None:
         )
     if any(":" in name for name in (config.loss.type, *config.advantages)):
         check_in_child("holdfast.launcher.preflight", config)
+
+
+def _check_weights(name: str, *, key: str) -> None:
+    check_model_path(name, key=key)
+    check_weights_path(name, key=key)
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:

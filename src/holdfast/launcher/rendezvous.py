@@ -118,7 +118,8 @@ def outer_nodes(environment: Mapping[str, str]) -> Outer | None:
         is_alone = tasks == nodes
         host = environment.get("MASTER_ADDR") or _first_host(hosts)
         # Jobs that share a node meet at different ports.
-        port = environment.get("MASTER_PORT") or _FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % _PORTS
+        _, (job,) = _values(name, {"SLURM_JOB_ID": "0", **environment}, "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+        port = environment.get("MASTER_PORT") or _FIRST_PORT + job % _PORTS
     else:
         return None
     if not is_alone:

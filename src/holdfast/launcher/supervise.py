@@ -7,6 +7,7 @@ kill them if the launcher dies.
 from __future__ import annotations
 
 import math
+import os
 import select
 import signal
 import socket
@@ -22,6 +23,7 @@ from holdfast.process.child import is_ignored
 from holdfast.process.scratch import remove_abandoned
 
 REFRESH_S = 0.1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP_TIMEOUT_S = 10.0
 ECHO_S = 1.0
 """A signal so soon after another is the same one: a signal to a process group arrives twice, by `uv run` as well."""
@@ -82,7 +84,7 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         signal.set_wakeup_fd(self._sender.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             if not is_ignored(number):
                 signal.signal(number, self._note_signal)
         # Only signals with a handler write to the wakeup descriptor.
@@ -218,10 +220,22 @@ class Supervisor:
             child.process.kill()
 
 
+_MOST_BYTES = 16 << 20  # of a log, which may be longer than the memory
+
+
+def end_of_log(path: Path, *, begin: int = 0) -> list[str]:
+    """Return the lines of a log after `begin` bytes, or of its end if they are many; none without a log."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(begin, log.seek(0, os.SEEK_END) - _MOST_BYTES))
+            return log.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
 def last_lines(path: Path, count: int = 15) -> str:
     """Return the last lines of a log, indented."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return "\n".join(f"    {line}" for line in lines[-count:])
+    return "\n".join(f"    {line}" for line in end_of_log(path)[-count:])
 
 
 def error_message(path: Path, *, begin: int = 0) -> str | None:
@@ -230,7 +244,7 @@ def error_message(path: Path, *, begin: int = 0) -> str | None:
     Args:
         begin: bytes of `path` that others wrote before.
     """
-    lines = path.read_bytes()[begin:].decode(errors="replace").splitlines() if path.exists() else []
+    lines = end_of_log(path, begin=begin)
     # Only the last lines: logs may be long.
     for number in range(len(lines) - 1, max(-1, len(lines) - 50), -1):
         if lines[number].startswith("error: "):

@@ -98,10 +98,11 @@ def _what_to_give(path: Path) -> str:
     return f"{home}Give a directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
 
 
-def check_weights_path(name: str, *, needs_index: bool = True) -> None:
-    """Refuse a local directory without weights, or whose weights are not all there, as `model.name`.
+def check_weights_path(name: str, *, key: str = "model.name", needs_index: bool = True) -> None:
+    """Refuse a local directory without weights, or whose weights are not all there.
 
     Args:
+        key: the setting that names the directory.
         needs_index: for transformers, which reads several files by their index; vLLM reads all that are there.
 
     Raise DataError if it has none that can be read, or a file is missing, cut or something else; ReadError if a file
@@ -113,24 +114,28 @@ def check_weights_path(name: str, *, needs_index: bool = True) -> None:
     if (path / _WEIGHTS).is_file():
         files = [_WEIGHTS]
     elif (path / _INDEX).is_file():
-        places = _read_object(path / _INDEX, key="model.name").get("weight_map")
+        places = _read_object(path / _INDEX, key=key).get("weight_map")
         files = sorted({str(file) for file in places.values()}) if isinstance(places, dict) else []
         if lacking := [file for file in files if not (path / file).is_file()]:
             raise DataError(
-                f"model.name = '{name}' lacks {len(lacking)} of the {len(files)} files that its {_INDEX} names: "
+                f"{key} = '{name}' lacks {len(lacking)} of the {len(files)} files that its {_INDEX} names: "
                 f"{_some(lacking)}. Copy what is missing from where the model comes from."
             )
     elif needs_index or not any(path.glob("*.safetensors")):
-        raise DataError(f"model.name = '{name}' {_no_weights(path, is_trained=needs_index)}")
+        remedy = "Start with --model.load dummy, and push them."
+        if needs_index:
+            is_policy = key == "model.name"
+            remedy = "Set model.init = random to train from scratch." if is_policy else "Name a directory with weights."
+        raise DataError(f"{key} = '{name}' {_no_weights(path, remedy=remedy)}")
     else:
         files = sorted(file.name for file in path.glob("*.safetensors"))
     for file in files:
         if wrong := _wrong_with_weights(path / file):
-            raise DataError(f"model.name = '{name}': {file} {wrong}")
+            raise DataError(f"{key} = '{name}': {file} {wrong}")
 
 
-def _no_weights(path: Path, *, is_trained: bool) -> str:
-    """Say what a directory has in place of weights, and what to do."""
+def _no_weights(path: Path, *, remedy: str) -> str:
+    """Say what a directory has in place of weights, and what to do; `remedy`: if there is nothing."""
     if there := sorted(file.name for file in path.glob("*.safetensors")):
         return (
             f"has neither {_WEIGHTS} nor {_INDEX}, which says what is in {_some(there)}. Copy what is missing from "
@@ -140,9 +145,7 @@ def _no_weights(path: Path, *, is_trained: bool) -> str:
         return f"has no *.safetensors. {_what_to_give(path)}"
     if kind_of(path) is Kind.PICKLED:
         return "holds pickles, which may hold code and are never loaded: have transformers load and save the model"
-    if is_trained:
-        return "has no *.safetensors. Set model.init = random to train from scratch."
-    return "has no *.safetensors. Start with --model.load dummy, and push them."
+    return f"has no *.safetensors. {remedy}"
 
 
 def _wrong_with_weights(path: Path) -> str | None:

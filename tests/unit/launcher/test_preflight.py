@@ -138,7 +138,7 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
             refuse(config)
 
 
-def test_models_data_and_lengths(refused: Launch) -> None:
+def test_models_data_and_lengths(refused: Launch, tmp_path: Path) -> None:
     assert "model.name = 'no/such/dir'" in refused("inference", "--model.name", "no/such/dir")
     assert "engines = 2: `inference` is one server. Start it once for each" in refused(
         "inference", *TOY["inference"], "--engines", "2"
@@ -148,6 +148,9 @@ def test_models_data_and_lengths(refused: Launch) -> None:
     assert "kl.reference = './no'" in refused(*QUICK_START, "--trainer.kl.reference", "./no")
     critic = ("--trainer.advantage", "gae", "--trainer.critic.name", "./no")
     assert "critic.name = './no'" in refused(*QUICK_START, *critic)
+    shutil.copy(Path(MODEL) / "config.json", tmp_path)
+    says = f"kl.reference = '{tmp_path}' has no *.safetensors. Name a directory with weights."
+    assert says in refused(*QUICK_START, "--trainer.kl.reference", str(tmp_path))
     assert "seq_len = 65 is more than inference.model.max_len = 64" in refused(
         *QUICK_START, "--orchestrator.seq-len", "65"
     )

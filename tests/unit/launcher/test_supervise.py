@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.launcher.cluster.hosts import LocalProcess
-from holdfast.launcher.supervise import Child, Supervisor, error_message, last_lines
+from holdfast.launcher.supervise import Child, Supervisor, end_of_log, error_message, last_lines
 from holdfast.process.child import LAUNCHER_ENV
 from tests.runs.processes import HANG_S
 
@@ -150,6 +150,18 @@ def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends:
     assert ends(grandchild)
 
 
+def test_who_has_the_id_of_a_dead_child_by_now_is_left_alone() -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    dead.wait()
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    dead.pid = other.pid  # as the kernel may give it anew
+    process = LocalProcess(dead)
+    process.kill()
+    process.clear(HANG_S)
+    other.terminate()
+    assert other.wait() == -signal.SIGTERM, "it lived, and nobody waited for its end"
+
+
 def test_a_child_whose_launcher_is_gone_already_ends_at_once() -> None:
     code = "from holdfast.process.child import die_with_launcher as die; die(); print('alive')"
     code += "; import os; print(os.environ)"
@@ -214,6 +226,14 @@ def test_the_error_of_a_log_is_its_last_error_block(tmp_path: Path) -> None:
     assert last_lines(log, 2) == "           more of it\n        not of it"
     log.write_text("no message here\n")
     assert error_message(log) is None
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "long.log"
+    log.write_text(f"error: old\n{'line' * 100}\nerror: new\n")
+    monkeypatch.setattr("holdfast.launcher.supervise._MOST_BYTES", 20)
+    assert end_of_log(log) == ["lineline", "error: new"]
+    assert error_message(log) == "new" and error_message(log, begin=log.stat().st_size) is None
 
 
 def test_a_child_is_started_again_when_what_the_dead_one_started_has_let_go(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def test_one_node_is_as_without(environment: dict[str, str]) -> None:
         (SRUN | {"SLURM_STEP_NUM_TASKS": "16"}, "srun starts several processes on a node"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
         (SRUN | {"SLURM_STEP_NODELIST": "["}, "should be a list of hosts"),
+        (SRUN | {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID of srun should be a number, got 'x'"),
         (SRUN | {"MASTER_PORT": "x"}, "srun gives its nodes should be HOST:PORT .* got 'gpu003:x'"),
         (TORCHRUN | {"MASTER_PORT": "65535"}, "got 'head:65536'. Correct MASTER_ADDR and MASTER_PORT"),
         (PLAIN | {"MASTER_ADDR": "a b"}, "got 'a b:23456'"),

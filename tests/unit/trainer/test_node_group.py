@@ -50,13 +50,15 @@ class Nodes:
         self, *, rank: int | None = None, silent_s: float = HANG_S, visible_s: float = HANG_S, **changes: Any
     ) -> NodeGroup:
         """Start a command; the first of all leads."""
+        made = NodeGroup(self.config(**changes), "sft", rank=rank, silent_s=silent_s, visible_s=visible_s)
+        self._groups.append(made)
+        return made
+
+    def config(self, **changes: Any) -> SftConfig:
         parallel = {"nodes": 2, "num_ranks": 1, "rdzv_endpoint": f"localhost:{self.port}", "rdzv_timeout_s": HANG_S}
         parallel |= changes.pop("parallel", {})
         settings = {"output_dir": self.run_dir.path, **changes}
-        config = SftConfig(parallel=ParallelConfig(**parallel), **settings)
-        made = NodeGroup(config, "sft", rank=rank, silent_s=silent_s, visible_s=visible_s)
-        self._groups.append(made)
-        return made
+        return SftConfig(parallel=ParallelConfig(**parallel), **settings)
 
     def gather(self, group: NodeGroup, *, until: Callable[[], int | None] = lambda: None) -> Future[int | None]:
         """Have it wait for the next attempt; `until` gives a signal."""
@@ -219,8 +221,7 @@ def test_a_node_that_cannot_write_is_refused(nodes: Nodes, tmp_path: Path) -> No
     with Disk(f"mount -t tmpfs -o ro none {place}") as disk:
         if disk.problem:
             pytest.skip(disk.problem)
-        parallel = ParallelConfig(nodes=2, rdzv_endpoint=f"localhost:{nodes.port}", rdzv_timeout_s=0.2)
-        config = SftConfig(parallel=parallel, output_dir=disk.view(place))
+        config = nodes.config(parallel={"rdzv_timeout_s": 0.2}, output_dir=disk.view(place))
         with pytest.raises(RunDirError, match="cannot be written: Read-only"):
             launch_on_nodes(config, rank=1, environment={})
         leader, other = nodes.group(), nodes.group()
@@ -343,6 +344,17 @@ def test_the_end_of_the_run_on_one_node_is_that_of_all(nodes: Nodes) -> None:
     with pytest.raises(ProcessDied, match="the run has ended on node .*loss is nan") as died:
         nodes.gather(leader).result(HANG_S)
     assert died.value.exit_code == 3
+
+
+def test_whatever_ends_the_head_node_is_told_to_all(nodes: Nodes) -> None:
+    nodes.run_dir.path.mkdir()
+    (nodes.run_dir.path / "configs").touch()
+    waiting = nodes.gather(nodes.group(rank=1))
+    with pytest.raises(NotADirectoryError):
+        launch_on_nodes(nodes.config(), rank=0, environment={})
+    with pytest.raises(ProcessDied, match="the run has ended on node .*Not a directory") as died:
+        waiting.result(HANG_S)
+    assert died.value.exit_code == 2
 
 
 def test_a_signal_to_one_node_stops_all_with_one_exit_code(nodes: Nodes) -> None:

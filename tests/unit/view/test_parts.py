@@ -6,9 +6,11 @@ import fcntl
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import pytest
 from holdfast.config import SftConfig
 from holdfast.config.view import TrackingConfig
 from holdfast.errors import ConfigError, RunDirError
+from holdfast.launcher.cluster.hosts import THIS_MACHINE
 from holdfast.launcher.outputs import SideProcesses
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
@@ -177,6 +180,28 @@ def test_a_tracker_that_fails_is_tried_again_after_one_warning(
     assert warning.startswith(f"WARNING: {name}: {name}: ConnectionError: the service is away. It is tried again. ")
     lines = (run.run_dir.path / "own.txt").read_text().splitlines()
     assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
+
+
+def test_a_signal_ends_the_wait_for_a_tracker(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    beside, ready, is_over = _beside(run, "wandb"), run.run_dir.path / "ready", threading.Event()
+    (side,) = beside._processes
+    argv = ["sh", "-c", f"trap '' TERM; touch {ready}; sleep 1000"]
+    side.process, beside._waits_s = THIS_MACHINE.start(argv, side.log, {}), HANG_S
+    wait_until(ready.exists)
+
+    def ask() -> None:
+        while not is_over.wait(0.1):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before, begin = signal.signal(signal.SIGUSR1, lambda *_: None), time.monotonic()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    beside.end()
+    is_over.set()
+    asking.join()
+    side.process.wait()
+    signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - begin < HANG_S and "wandb: it has not finished in time" in capfd.readouterr().out
 
 
 def test_a_tracker_that_cannot_start_is_told(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:

@@ -134,10 +134,11 @@ class LocalProcess:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        # No process has the id of a dead one while others are in its group: such a process is of somebody else.
+        if self.returncode is not None and Path(f"/proc/{self.pid}").exists():
             return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def clear(self, timeout_s: float) -> None:
         import psutil  # takes 0.03 s
@@ -145,7 +146,8 @@ class LocalProcess:
         self.kill()
         self._process.wait()
         deadline = time.monotonic() + timeout_s
-        for pid in psutil.pids():
+        pids = psutil.pids()
+        for pid in pids if self.pid not in pids else ():
             try:
                 if os.getpgid(pid) != self.pid:
                     continue
