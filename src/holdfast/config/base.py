@@ -63,6 +63,8 @@ def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
     kinds = _kinds(cls.model_fields[info.field_name].annotation)
     if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
         raise ValueError("should be a number, not true or false")
+    if Path in kinds and value == "":  # an unset variable of the shell, and not this directory
+        raise ValueError("must not be empty; this directory is '.'")
     if not any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds):  # a section checks its own
         for text in _texts(value):
             _check_text(text)

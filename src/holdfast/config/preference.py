@@ -49,7 +49,7 @@ class PreferenceLossConfig(Section):
     one. Unset: none for `simpo` and `orpo`, which have none; precomputed for the others, of which all but `kto` can do
     without."""
 
-    reference_model: str | None = None
+    reference_model: str | None = Field(default=None, min_length=1)
     """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights
     that the run starts with. It must not change while the run goes on."""
 

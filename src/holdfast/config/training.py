@@ -258,6 +258,19 @@ class OptimConfig(Section):
         if self.warmup_steps >= end and self.warmup_steps > 0:
             raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
 
+    def check_schedule(self, section: str) -> None:
+        """Check that the settings of a falling rate have one.
+
+        Raises:
+            ValueError: the rate is constant; the message names settings as those of `section`.
+        """
+        for name in ("schedule_steps", "min_lr_ratio"):
+            if self.schedule == "constant" and getattr(self, name):
+                raise ValueError(
+                    f"{section}.{name} = {getattr(self, name):g} has no effect with {section}.schedule = 'constant': "
+                    "leave it out, or set schedule to 'linear' or 'cosine'"
+                )
+
 
 class PolicyOptimConfig(OptimConfig):
     """Optimizer, gradient clipping and schedule, with the rate for a policy that is improved and not taught anew."""
