@@ -259,17 +259,16 @@ class OptimConfig(Section):
             raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
 
     def check_schedule(self, section: str) -> None:
-        """Check that the settings of a falling rate have one.
+        """Check that a rate with an end falls.
 
         Raises:
-            ValueError: the rate is constant; the message names settings as those of `section`.
+            ValueError: it is constant; the message names settings as those of `section`.
         """
-        for name in ("schedule_steps", "min_lr_ratio"):
-            if self.schedule == "constant" and getattr(self, name):
-                raise ValueError(
-                    f"{section}.{name} = {getattr(self, name):g} has no effect with {section}.schedule = 'constant': "
-                    "leave it out, or set schedule to 'linear' or 'cosine'"
-                )
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ValueError(
+                f"{section}.min_lr_ratio = {self.min_lr_ratio:g} has no effect with {section}.schedule = 'constant': "
+                "leave it out, or set schedule to 'linear' or 'cosine'"
+            )
 
 
 class PolicyOptimConfig(OptimConfig):
