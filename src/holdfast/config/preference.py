@@ -131,7 +131,7 @@ class PreferenceDataConfig(SftDataConfig):
     """Pairs of full length in one forward pass on each rank, or twice as many answers of `kto`; gradients accumulate
     until the batch is done."""
 
-    seq_len: int = Field(default=1024, ge=2)
+    seq_len: int = Field(default=1024, ge=2, lt=2**31)
     """Most tokens of prompt and answer, for each side of a pair."""
 
     too_long: Literal["error", "drop", "truncate"] = "error"
