@@ -19,10 +19,21 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from holdfast.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
@@ -110,6 +121,21 @@ class Section(BaseModel):
     )
 
     _plain = field_validator("*", mode="before")(classmethod(_check_plain))
+
+
+S = TypeVar("S", bound=Section)
+
+
+def read_section(kind: type[S], values: Mapping[str, Any], *, key: str = "") -> S:
+    """Return the section with these `values`, which no configuration holds. Raise ConfigError that names each value
+    that cannot be used, and `key` before it."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        found = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_input=False)]
+        raise ConfigError(
+            "; ".join(f"{key}{name} {said.removeprefix('Value error, ')}" for name, said in found)
+        ) from None
 
 
 class Command(Section):
