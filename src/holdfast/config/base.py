@@ -234,6 +234,7 @@ def check_url(url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError
+        parts.hostname.encode("idna")  # sockets raise an error of their own for labels that are too long or empty
         if not url.isascii() or not url.isprintable() or " " in url:
             raise ValueError
     except ValueError:  # also: brackets without an end, a port that is not a number

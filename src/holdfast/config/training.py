@@ -195,7 +195,8 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
     is_plain = parts.netloc == endpoint and not re.search(r"[\s@]|:$", endpoint)
     try:
         host, port = parts.hostname, parts.port
-    except ValueError:  # no number, or one that no port has
+        (host or "").encode("idna")
+    except ValueError:  # no number, or one that no port has; no name that a machine may have
         host = port = None
     if not (host and is_plain) or port == 0:
         raise ValueError(f"should be HOST:PORT or HOST, such as head:{_RDZV_PORT}, got '{endpoint}'")
