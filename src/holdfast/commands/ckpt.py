@@ -85,7 +85,10 @@ def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
     """List the steps; damaged and unreadable ones are problems, torn ones are not."""
     entries = dirs.entries()
     saved = {entry.step: entry.manifest.metrics for entry in entries if entry.manifest and entry.status == "committed"}
-    chosen = _metric(dirs, metric, saved)
+    try:
+        chosen, unread = _metric(dirs, metric, saved), []
+    except CheckpointError as error:  # damaged settings hide no checkpoint
+        chosen, unread = None, [str(error)]
     best = chosen.best(saved) if chosen else None
     name = chosen.name if chosen else ""
     lines = [_step_line(entry, name, best) for entry in entries]
@@ -94,7 +97,7 @@ def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
         f"step {line['step']} is {line['status']}: {line['reason']}"
         for line in lines
         if line["status"] in ("damaged", "unreadable")
-    ]
+    ] + unread
     document = {
         "checkpoints": str(dirs.checkpoints),
         "metric": name or None,

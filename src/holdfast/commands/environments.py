@@ -31,15 +31,11 @@ def main(argv: list[str]) -> int:
     if arguments.command == "init":
         create(arguments.name, Path.cwd()).print(as_json=False)
         return 0
-    from pydantic import ValidationError
-
+    from holdfast.config.base import read_section
     from holdfast.config.environments import EnvironmentConfig
 
-    try:
-        settings = EnvironmentConfig(id=arguments.id, args=arguments.args, history=arguments.history)
-    except ValidationError as error:
-        reasons = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False))
-        raise ConfigError("; ".join(reasons).replace("Value error, ", "")) from None
+    given = {name: getattr(arguments, name) for name in ("id", "args", "history")}
+    settings = read_section(EnvironmentConfig, given)
     from holdfast.commands.environments_check import check
 
     report = check(

@@ -92,11 +92,13 @@ def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     for attempt in range(run_dir.next_attempt() - 1, 0, -1):
         for program in PROGRAMS:
             path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
-            if not path.exists():
+            try:
+                settings = read_settings(path)
+            except FileNotFoundError:  # of another program, or a resume has just removed an old attempt
                 continue
             if program == "reward-model":
                 raise DataError(f"{run_dir.path} trains a reward model, which says nothing that could be evaluated")
-            yield read_settings(path)
+            yield settings
 
 
 def _base_of(settings: dict[str, Any]) -> ModelConfig | None:

@@ -12,7 +12,7 @@ from holdfast.process.imports import check_name
 class KlConfig(Section):
     """A reference model, and a penalty for the policy's divergence from it."""
 
-    reference: str | None = None
+    reference: str | None = Field(default=None, min_length=1)
     """Model directory or hub name of the reference (or teacher); unset: `model.name`. It must not change
     while the run lasts: its digest is in every checkpoint."""
 
@@ -52,6 +52,8 @@ class KlConfig(Section):
             )
         if self.target is not None and self.coef == 0:
             raise ValueError("target steers coef by multiplying it: set coef above 0 (0.2 is usual)")
+        if self.target is None and self.horizon != type(self).model_fields["horizon"].default:
+            raise ValueError("horizon has no effect without target: leave it out, or set target")
         return self
 
 
@@ -69,7 +71,7 @@ class DistillationConfig(Section):
 class CriticConfig(Section):
     """A critic beside the policy: a model of its own with its own optimizer, for `advantage = gae` (PPO)."""
 
-    name: str | None = None
+    name: str | None = Field(default=None, min_length=1)
     """Model directory or hub name to start from, also a reward model; unset: `model.name`."""
 
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -94,7 +96,7 @@ class CriticConfig(Section):
 class RewardModelConfig(Section):
     """A learned reward model that scores every rollout on the trainer."""
 
-    name: str
+    name: str = Field(min_length=1)
     """Directory that `reward-model` published, or a hub model with one score."""
 
     weight: float = 1.0
@@ -139,6 +141,8 @@ class RewardConfig(Section):
     def _whole_punishment(self) -> Self:
         if (self.length_buffer_tokens is None) != (self.length_max_tokens is None):
             raise ValueError("length_buffer_tokens and length_max_tokens go together: set both or neither")
+        if self.length_buffer_tokens is None and self.length_penalty != 1:
+            raise ValueError("length_penalty has no effect without length_buffer_tokens: leave it out, or set both")
         if self.length_buffer_tokens and self.length_max_tokens and self.length_buffer_tokens > self.length_max_tokens:
             raise ValueError(
                 f"length_buffer_tokens ({self.length_buffer_tokens}) is more than length_max_tokens "

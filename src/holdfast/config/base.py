@@ -19,10 +19,21 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from holdfast.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
 LogFormat = Literal["text", "json"]
@@ -63,6 +74,8 @@ def _check_plain(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
     kinds = _kinds(cls.model_fields[info.field_name].annotation)
     if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
         raise ValueError("should be a number, not true or false")
+    if Path in kinds and value == "":  # an unset variable of the shell, and not this directory
+        raise ValueError("must not be empty; this directory is '.'")
     if not any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds):  # a section checks its own
         for text in _texts(value):
             _check_text(text)
@@ -108,6 +121,21 @@ class Section(BaseModel):
     )
 
     _plain = field_validator("*", mode="before")(classmethod(_check_plain))
+
+
+S = TypeVar("S", bound=Section)
+
+
+def read_section(kind: type[S], values: Mapping[str, Any], *, key: str = "") -> S:
+    """Return the section with these `values`, which no configuration holds. Raise ConfigError that names each value
+    that cannot be used, and `key` before it."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        found = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_input=False)]
+        raise ConfigError(
+            "; ".join(f"{key}{name} {said.removeprefix('Value error, ')}" for name, said in found)
+        ) from None
 
 
 class Command(Section):
@@ -206,6 +234,7 @@ def check_url(url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError
+        parts.hostname.encode("idna")  # sockets raise an error of their own for labels that are too long or empty
         if not url.isascii() or not url.isprintable() or " " in url:
             raise ValueError
     except ValueError:  # also: brackets without an end, a port that is not a number

@@ -88,6 +88,9 @@ class EvaluateConfig(Command):
             raise ValueError(f"interval = {self.interval} is of steps that are followed: set follow as well")
         if self.follow and self.clean:
             raise ValueError("follow continues after the evaluated steps, and clean removes them: leave one out")
+        if self.model is not None and self.inference.model.tokenizer not in (None, self.model.tokenizer):
+            raise ValueError("inference.model.tokenizer is that of model.tokenizer in an evaluation: leave it out")
+        self.dry_run = self.dry_run or self.inference.dry_run
         return self
 
     @model_validator(mode="after")
@@ -99,11 +102,17 @@ class EvaluateConfig(Command):
 
 
 def check_server(inference: InferenceConfig, *, seq_len: int) -> None:
-    """Refuse a server that is not the one server of an evaluation, or whose sessions are too short.
+    """Refuse a server that is not the one server of an evaluation, serves another model, or has too short sessions.
 
     Raises:
         ValueError: it is.
     """
+    for name in ("name", "load"):
+        if getattr(inference.model, name) != type(inference.model).model_fields[name].default:
+            raise ValueError(
+                f"inference.model.{name} = '{getattr(inference.model, name)}': the server of an evaluation loads the "
+                "policy that is evaluated. Leave it out"
+            )
     if seq_len > inference.model.max_len:
         raise ValueError(
             f"seq_len = {seq_len} is more than inference.model.max_len = {inference.model.max_len}, the longest "

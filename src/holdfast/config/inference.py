@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Command, DType, ModelConfig, Section
 
@@ -27,7 +27,7 @@ class ServedModelConfig(ModelConfig):
 class ServerConfig(Section):
     """Address of the server."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
     """Address to bind. Anything other than loopback needs an admin token."""
 
     port: int = Field(default=8000, ge=1, le=65535)
@@ -50,6 +50,15 @@ class ServerConfig(Section):
     lease_s: float = Field(default=90.0, gt=0)
     """A run that pushes weights owns the server until it ends, or is silent for this long: then another may
     push its own. The server that `rl` starts itself stays its own."""
+
+    @field_validator("host")
+    @classmethod
+    def _may_be_a_host(cls, host: str) -> str:
+        try:
+            host.encode("idna")
+        except UnicodeError:
+            raise ValueError("is not the name or address of a machine") from None
+        return host
 
     @property
     def url(self) -> str:

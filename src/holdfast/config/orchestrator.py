@@ -68,7 +68,7 @@ class ClientConfig(ServersConfig):
 class TeacherConfig(ServersConfig):
     """A fixed model to learn from, on inference servers of its own: `uv run inference --model.name TEACHER`."""
 
-    model: str
+    model: str = Field(min_length=1)
     """The model that the servers serve; it must have the tokenizer of the policy."""
 
     mode: Literal["logprobs", "samples"] = "logprobs"

@@ -49,7 +49,7 @@ class PreferenceLossConfig(Section):
     one. Unset: none for `simpo` and `orpo`, which have none; precomputed for the others, of which all but `kto` can do
     without."""
 
-    reference_model: str | None = None
+    reference_model: str | None = Field(default=None, min_length=1)
     """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights that the run
     starts with. It must not change during the run."""
 
@@ -131,7 +131,7 @@ class PreferenceDataConfig(SftDataConfig):
     """Pairs of full length in one forward pass on each rank, or twice as many answers of `kto`; gradients accumulate
     until the batch is done."""
 
-    seq_len: int = Field(default=1024, ge=2)
+    seq_len: int = Field(default=1024, ge=2, lt=2**31)
     """Most tokens of prompt and answer, for each side of a pair."""
 
     too_long: Literal["error", "drop", "truncate"] = "error"

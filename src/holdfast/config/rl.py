@@ -115,8 +115,16 @@ class RlConfig(Command):
         return self
 
     @model_validator(mode="after")
-    def _says_it_as_its_trainer(self) -> Self:
-        """Inherit `log_format` from the trainer's section if unset."""
+    def _has_an_effect(self) -> Self:
+        if self.cluster_strategy == "spread" and self.cluster is None and self.slurm is None:
+            raise ValueError("cluster_strategy = 'spread' is for the nodes of a cluster: set cluster, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _says_it_as_its_processes(self) -> Self:
+        """Inherit `log_format` from the trainer's section if unset, and a dry run from any section."""
+        if any(one.dry_run for one in (self.trainer, self.orchestrator, self.inference)):
+            self.dry_run = True
         if "log_format" in self.trainer.model_fields_set and "log_format" not in self.model_fields_set:
             self.log_format = self.trainer.log_format
         return self

@@ -296,6 +296,7 @@ class TrainerConfig(TrainingCommand):
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
         if self.critic is not None:
             self.critic.optim.check_warmup(self.max_steps, "critic.optim")
+            self.critic.optim.check_schedule("critic.optim")
             if self.critic.warmup_steps >= self.max_steps:
                 raise ValueError(
                     f"critic.warmup_steps ({self.critic.warmup_steps}) must be below max_steps ({self.max_steps}): "

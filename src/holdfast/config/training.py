@@ -241,6 +241,13 @@ class OptimConfig(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule falls towards `lr` times this, which a step after its last would have."""
 
+    @field_validator("betas")
+    @classmethod
+    def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("should be two numbers from 0 on and below 1")
+        return betas
+
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
         if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
@@ -258,6 +265,18 @@ class OptimConfig(Section):
             end, name = self.schedule_steps, f"{section}.schedule_steps"
         if self.warmup_steps >= end and self.warmup_steps > 0:
             raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
+
+    def check_schedule(self, section: str) -> None:
+        """Check that a rate with an end falls.
+
+        Raises:
+            ValueError: it is constant; the message names settings as settings of `section`.
+        """
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ValueError(
+                f"{section}.min_lr_ratio = {self.min_lr_ratio:g} has no effect with {section}.schedule = 'constant': "
+                "leave it out, or set schedule to 'linear' or 'cosine'"
+            )
 
 
 class PolicyOptimConfig(OptimConfig):
@@ -430,7 +449,7 @@ class SftDataConfig(Section):
     micro_batch_size: int = Field(default=8, ge=1)
     """Rows of one forward pass on each rank; gradients accumulate until the batch is done."""
 
-    seq_len: int = Field(default=1024, ge=2)
+    seq_len: int = Field(default=1024, ge=2, lt=2**31)
     """Most tokens of one sample, and with `pack` of one row."""
 
     on_bad_row: Literal["error", "drop"] = "error"

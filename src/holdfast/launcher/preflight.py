@@ -237,6 +237,7 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
             print(f"optim.{name} = {kept}, kept from the run; a new run would take {new}")
     try:
         config.check_steps()
+        config.optim.check_schedule("optim")
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return survey

@@ -139,7 +139,7 @@ async def run_group(
         tokens = sum(len(session.token_ids) for session in sessions)
         return dropped(problem, failure, num_sessions=len(sessions), num_tokens=tokens)
     finally:
-        # What an environment has left running must sample nothing for a group that has failed.
+        # Code that an environment has left running must sample nothing for a group that has failed.
         for session in sessions:
             session.end()
     return [

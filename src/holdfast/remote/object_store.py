@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
+import os
 import random
 import threading
 import time
@@ -111,6 +112,8 @@ class ObjectStore:
         self._root = str(root).rstrip("/")
         if not url or not self._root.strip("/"):
             raise ConfigError(f"ckpt.dir = '{url}' names no place. Write it as s3://bucket/prefix or file:///path")
+        if protocol in ("file", "local") and os.path.exists(self._root) and not os.path.isdir(self._root):  # noqa: PTH110, PTH112
+            raise ConfigError(f"ckpt.dir = '{url}' is a file: name a directory, which need not exist")
         self._aborted = threading.Event()
         self._running: concurrent.futures.Future[Any] | None = None
 

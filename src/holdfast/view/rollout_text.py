@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -114,7 +115,8 @@ def _directories(run_dir: RunDir) -> list[Path]:
     configs = run_dir.configs(run_dir.next_attempt() - 1)
     found = []
     for path in (configs / "orchestrator.toml", configs / "trainer.toml"):
-        model = read_settings(path).get("model", {}) if path.exists() else {}
-        found += [Path(model[key]) for key in ("tokenizer", "name") if model.get(key)]
+        with contextlib.suppress(CheckpointError, FileNotFoundError):  # damaged: checkpoints hold the tokenizer, too
+            model = read_settings(path).get("model", {})
+            found += [Path(model[key]) for key in ("tokenizer", "name") if model.get(key)]
     found += [run_dir.checkpoint(step) / "model" for step in reversed(run_dir.committed_steps())]
     return list(dict.fromkeys(found))

@@ -149,7 +149,8 @@ def read_run(path: Path) -> RunData:
     observed.look()
     ended = observed.state.ended or {}
     if observed.status == "failed":
-        error = f": {ended['error'].splitlines()[0]}" if ended.get("error") else ""
+        lines = str(ended.get("error") or "").strip().splitlines()
+        error = f": {lines[0]}" if lines else ""
         notes.append(f"attempt {observed.state.attempt} failed with exit code {ended.get('exit_code')}{error}")
     has_ended = program == "evaluate" and (path / SUMMARY_NAME).is_file()
     events = [(number, event) for number, log in run_dir.logged("events*.jsonl") for event in Tail(log)]

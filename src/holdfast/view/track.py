@@ -16,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from holdfast.arguments import Parser
 from holdfast.config import PROGRAMS
-from holdfast.config.view import TRACKERS, TrackingConfig
+from holdfast.config.base import read_section
+from holdfast.config.view import TrackingConfig
 from holdfast.errors import ConfigError
 from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
-from holdfast.process.imports import check_name
 from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
@@ -58,12 +59,8 @@ def main(argv: list[str]) -> int:
         raise no_run(arguments.run)
     if (run_dir.path / "config" / "evaluate.toml").exists():
         raise ConfigError(f"{arguments.run} is of `evaluate`: it has no steps to send. `report` makes a page of it")
-    config = _settings(run_dir, arguments.to)
-    for name in ("project", "name"):
-        if (value := getattr(arguments, name)) == "":
-            raise ConfigError(f"--{name} is empty: give a name, or leave it out")
-        if value is not None:
-            setattr(config, name, value)
+    given = {"backends": arguments.to, "project": arguments.project, "name": arguments.name}
+    config = _settings(run_dir, {name: value for name, value in given.items() if value is not None})
     for name in config.backends:
         check_tracker(name, key="--to")
     use_scratch()
@@ -74,8 +71,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _settings(run_dir: RunDir, names: list[str] | None) -> TrackingConfig:
-    """Return the settings of the newest attempt that has some, with the trackers `names` if given.
+def _settings(run_dir: RunDir, given: dict[str, Any]) -> TrackingConfig:
+    """Return the settings of the newest attempt that has some, with the `given` values in their place.
 
     Raises:
         ConfigError: there are none, or no tracker has such a name.
@@ -86,14 +83,9 @@ def _settings(run_dir: RunDir, names: list[str] | None) -> TrackingConfig:
         found = next((read_settings(path).get("tracking", {}) for path in paths if path.exists()), {})
         if found:
             break
-    if names is None and not found:
+    if "backends" not in given and not found:
         raise ConfigError(f"{run_dir.path} has no tracking in its settings: say where to, such as --to tensorboard")
-    for name in names or []:
-        try:
-            check_name(name, TRACKERS)
-        except ValueError as error:
-            raise ConfigError(f"--to: {error}") from None
-    return TrackingConfig.model_validate(found | ({"backends": names} if names is not None else {}))
+    return read_section(TrackingConfig, found | given, key="tracking.")
 
 
 def use_scratch() -> None:

@@ -121,6 +121,9 @@ def test_ls_shows_steps_and_marks_the_best(ckpt: Ckpt, run_dir: RunDir) -> None:
     assert code == 0
     assert [number for number, line in enumerate(out.splitlines()) if "best" in line] == [best]
     assert "\x1b" not in out and all(line == line.rstrip() for line in out.splitlines())
+    (run_dir.configs(1) / "sft.toml").write_text("max_steps =")
+    code, damaged = listed(ckpt, run_dir)
+    assert code == 1 and len(damaged["steps"]) == 4 and "sft.toml is damaged" in damaged["problems"][0]
 
 
 def test_the_metric_is_the_one_asked_for_then_the_configured_one(ckpt: Ckpt, run_dir: RunDir) -> None:

@@ -41,6 +41,7 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
     flags = ("--environments", ENVIRONMENTS, "--output-dir", tmp_path / "evaluation", "--dry-run")
     code, out, _ = run_command("evaluate", "--model.name", MODEL, *flags)
     assert code == 0 and f"would evaluate {MODEL} in {tmp_path / 'evaluation'}" in out
+    assert EvaluateConfig.model_validate({"inference": {"dry_run": True}}).dry_run
     run_dir = run_with_weights(tmp_path / "run", 4)
     code, out, _ = run_command("evaluate", "--run", run_dir.path, "--step", "latest", *flags)
     assert code == 0 and f"would evaluate step 4 of {run_dir.path}" in out
@@ -61,6 +62,10 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: RunCommand, tmp_pat
         (("--model.name", "./nowhere", "--environments", ENVIRONMENTS), "model.name = './nowhere' is not a directory"),
         ((*POLICY, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
         ((*POLICY, "--seq-len", "4096"), "inference.model.max_len = 4096 is more than the 2048"),
+        ((*POLICY, "--inference.model.load", "dummy"), "inference.model.load = 'dummy': the server of an evaluation"),
+        ((*POLICY, "--inference.model.name", "other"), "inference.model.name = 'other': the server of an evaluation"),
+        ((*POLICY, "--inference.model.tokenizer", "other"), "inference.model.tokenizer is that of model.tok"),
+        (("--run", ""), "flag --run must not be empty"),
         ((*POLICY, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
         (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
         (("--run", "nowhere"), "run = nowhere is not a run directory"),

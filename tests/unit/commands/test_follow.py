@@ -28,6 +28,7 @@ from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAM
 from holdfast.run.atomic import TEMPORARY_PREFIX
 from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import RunDir
+from holdfast.run.settings import read_settings
 from holdfast.view.console import as_json_lines
 from holdfast.view.follow import ObservedRun
 from tests.builders.checkpoint_files import write_checkpoint
@@ -72,6 +73,19 @@ def test_due_are_the_beginning_every_interval_and_the_end(tmp_path: Path) -> Non
     run_of(elsewhere.path, attempt=3)
     assert FollowedRun.read(elsewhere.path).due(5) == [0, 10]
     assert FollowedRun.read(run_of(tmp_path / "forked", 10, **resumed).path).due(5) == [10]
+
+
+def test_an_old_attempt_may_go_while_settings_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = run_of(tmp_path / "run", 4)
+    run_of(run_dir.path, attempt=2)
+
+    def removing(path: Path) -> dict[str, Any]:
+        if path.parent == run_dir.configs(1):
+            run_dir.remove_old_attempts(1)
+        return read_settings(path)
+
+    monkeypatch.setattr(evaluate_follow, "read_settings", removing)
+    assert FollowedRun.read(run_dir.path).max_steps == 10 and not run_dir.configs(1).exists()
 
 
 def test_a_run_is_over_when_its_last_step_is_there_or_nobody_trains(tmp_path: Path) -> None:

@@ -186,6 +186,9 @@ def test_without_a_tokenizer_the_ids_are_shown(rollouts: Command, run_dir: RunDi
         code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)
         assert code == 0 and reason in out and "  sampled | " + " ".join(map(str, encode(ANSWER))) in out
     assert document(rollouts, run_dir, "show", "3", "--problem", "0")["rollouts"][0]["turns"][0]["text"] is None
+    (run_dir.configs(1) / "orchestrator.toml").write_text("[model")
+    code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)
+    assert code == 0 and "there is no tokenizer.json in any model of the run" in out
 
 
 def test_a_batch_of_a_teacher_says_so(rollouts: Command, run_dir: RunDir) -> None:

@@ -186,6 +186,8 @@ def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
         ("a." * 50_000 + "b = 1", "nested too deeply|not valid TOML"),
         ("[" + ".".join("a" * 50_000) + "]\nb = 1", "nested too deeply|not valid TOML"),
         ("seed = true", "'seed' should be a number, not true or false, got true"),
+        ("[optim]\nbetas = [0.9, 1]", "'optim.betas' should be two numbers from 0 on and below 1"),
+        ('[parallel]\nrdzv_endpoint = "a..b:1"', "'parallel.rdzv_endpoint' should be HOST:PORT or HOST"),
         ("[optim]\nlr = true", "'optim.lr' should be a number, not true or false"),
         ("[optim]\nlr = inf", "'optim.lr' should be a finite number, got Infinity"),
         ("[optim]\nlr = nan", "'optim.lr' should be "),
@@ -193,7 +195,7 @@ def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
         ('output_dir = "a\\u0000b"', "'output_dir' must not hold the character NUL"),
         ('[tracking]\ntags = ["a\\u0000b"]', "'tracking.tags' must not hold the character NUL"),
     ],
-    ids=["digits", "array", "keys", "table", "bool", "bool for float", "inf", "nan", "NUL", "NUL path", "NUL in list"],
+    ids=["digits", "array", "keys", "table", "betas", "host", "bool", "float", "inf", "nan", "NUL", "path", "list"],
 )
 def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, content: str, said: str) -> None:
     message = refused("@", write("strange.toml", content))

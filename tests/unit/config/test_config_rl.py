@@ -319,6 +319,15 @@ def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
     assert longest.trainer.loss.constant_tokens == 300
 
 
+@pytest.mark.parametrize("process", ["trainer", "orchestrator", "inference"])
+def test_a_dry_run_of_a_process_is_a_dry_run_of_all(process: str) -> None:
+    assert rl(f"--{process}.dry-run").dry_run and not rl(f"--{process}.seed", "3").dry_run
+
+
+def test_a_strategy_for_nodes_needs_a_cluster() -> None:
+    assert "cluster_strategy = 'spread' is for the nodes" in disagreement("--cluster-strategy", "spread")
+
+
 SAME_PORT = ("--dashboard.port", "8100", "--inference.server.port", "8100")
 
 

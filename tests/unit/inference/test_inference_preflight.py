@@ -59,6 +59,9 @@ def test_a_token_that_no_header_can_hold_is_refused_on_both_sides(token: str, mo
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:8000"):
         bind(_server(host="192.0.2.1"))
+    for host in ("", "a" * 70, "a..b", "\u202e"):
+        with pytest.raises(ValueError, match="at least 1 character|is not the name or address of a machine"):
+            _server(host=host)
 
 
 def _config(**model: str) -> InferenceConfig:

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.config import RlConfig, SftConfig, TrainerConfig
 from holdfast.config.load import to_toml
-from holdfast.config.training import SupervisedCommand
+from holdfast.config.training import PolicyOptimConfig, SupervisedCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher import preflight
 from holdfast.launcher.preflight import settle_length, summary
@@ -110,6 +110,18 @@ def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest
     new = TrainerConfig.model_validate({"output_dir": tmp_path, "model": {"lora": {}}})
     assert settle_length(new, clean=False) is None and new.optim.lr == 3e-6
     assert capsys.readouterr().out == "optim.lr = 3e-06, kept from the run; a new run would take 1e-05\n"
+
+
+def test_settings_of_a_falling_rate_need_one(tmp_path: Path) -> None:
+    old = TrainerConfig.model_validate({"output_dir": tmp_path, "optim": {"schedule": "linear", "min_lr_ratio": 0.1}})
+    new = old.model_copy(update={"optim": PolicyOptimConfig(min_lr_ratio=0.1)}, deep=True)
+    with pytest.raises(
+        ConfigError, match=r"optim\.min_lr_ratio = 0\.1 has no effect with optim\.schedule = 'constant'"
+    ):
+        settle_length(new, clean=False)
+    started(old)
+    settle_length(new, clean=False)  # it keeps the schedule of the run
+    assert new.optim.schedule == "linear"
 
 
 def test_what_lies_behind_the_last_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

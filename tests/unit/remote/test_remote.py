@@ -205,12 +205,15 @@ def test_weights_go_when_no_kept_step_needs_them(here: RunDir, remote: RemoteChe
         ("abfs://container/prefix", "Install it: `pip install` the driver of abfs"),
         ("s3://", "names no place"),
         ("", "names no place"),
+        (__file__, "is a file: name a directory"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_an_input_error(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         RemoteCheckpoints(url)
     assert caught.value.exit_code == 2
+    with pytest.raises(ConfigError, match=message):
+        prepare(SftConfig.model_validate({"max_steps": 5, "ckpt": {"dir": url}}), clean=False, dry_run=True)
 
 
 def test_a_missing_driver_names_the_extra() -> None:

@@ -102,8 +102,13 @@ def test_what_cannot_be_sent_is_told(run: TrackedDirectory, monkeypatch: pytest.
         track([str(run.run_dir.path)])
     with pytest.raises(ConfigError, match="Did you mean 'trackio'"):
         track([str(run.run_dir.path), "--to", "trackoi"])
-    with pytest.raises(ConfigError, match="--project is empty"):
-        track([str(run.run_dir.path), "--to", "tensorboard", "--project", ""])
+    for flags, said in (
+        (("--project", ""), "tracking.project String should have at least 1 character"),
+        (("--name", "\udcff"), "tracking.name must be text in UTF-8"),
+        (("--to", "wandb", "wandb"), "tracking.backends names 'wandb' twice"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            track([str(run.run_dir.path), "--to", "tensorboard", *flags])
     settings = run.run_dir.path / "config" / "evaluate.toml"
     settings.parent.mkdir()
     settings.touch()

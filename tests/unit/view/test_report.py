@@ -170,7 +170,7 @@ def test_a_run_that_failed_or_has_no_steps_says_so(run_command: RunCommand, tmp_
     assert "<td>stopped</td>" in text_of(run_dir.path / "report.html")
     run_dir.metrics.write_text("")
     (run_dir.logs(2) / "events.jsonl").write_text("")
-    end(2, exit_code=5)
+    end(2, exit_code=5, error="\n")
     made(run_command, run_dir.path)
     assert "<li>attempt 2 failed with exit code 5</li>" in text_of(run_dir.path / "report.html")
 

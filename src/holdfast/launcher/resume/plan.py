@@ -117,6 +117,9 @@ def prepare(
         whole = _newest_if_whole(run_dir, ckpt.verify)
         store = store if whole is None and run_dir.entries() else None
     if ckpt.dir is not None and dry_run:
+        from holdfast.remote.object_store import ObjectStore
+
+        ObjectStore(ckpt.dir)
         print(f"a dry run does not look for checkpoints at {ckpt.dir}")
     if not clean and ckpt.resume_step is None and _goes_on(run_dir, trainer, _sections(*sections)):
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})

@@ -244,7 +244,7 @@ class _Link:
     async def _read(self) -> None:
         try:
             with contextlib.suppress(ConnectionError):
-                # Of a process that was killed meanwhile the last line is cut off.
+                # If the process was killed meanwhile, its last line is cut off.
                 while (line := await self._reader.readline()).endswith(b"\n"):
                     found = json.loads(line)
                     waiting = self._waiting.get(found.pop("play"))

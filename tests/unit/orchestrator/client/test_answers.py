@@ -297,6 +297,7 @@ def test_what_a_server_says_is_one_harmless_line(tmp_path: Path) -> None:
     [
         ("127.0.0.1:8000", "must be the URL of a server"),
         ("http://", "must be the URL of a server"),
+        (f"http://{'a' * 70}:1", "must be the URL of a server"),
         ("http://[::1", "must be the URL of a server"),
         ("http://host/ x", "must be the URL of a server"),
         ("http://host/?a=b", "without '[?]'"),
