@@ -295,6 +295,13 @@ class EnvironmentConfig(Section):
         """`timeout_s`, None where there is none."""
         return self.timeout_s if math.isfinite(self.timeout_s) else None
 
+    @field_validator("name")
+    @classmethod
+    def _can_be_shown(cls, name: str | None) -> str | None:
+        if name is not None and not (name.strip() and name.isprintable()):
+            raise ValueError("must be text on one line, not empty: metrics and tables have it")
+        return name
+
     @model_validator(mode="after")
     def _memory_of_workers(self) -> Self:
         if self.worker_memory_gb is not None and not self.workers:

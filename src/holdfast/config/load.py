@@ -325,8 +325,8 @@ def _joined(key: str, texts: list[str]) -> str:
     if len(texts) == 1:
         return texts[0]
     reasons = [text.removeprefix(f"'{key}' ").rsplit(", got ", 1)[0] for text in texts]
-    got = texts[0].rsplit(", got ", 1)[-1]
-    return f"'{key}' {' or '.join(dict.fromkeys(reasons))}, got {got}"
+    _, with_got, got = texts[0].rpartition(", got ")
+    return f"'{key}' {' or '.join(dict.fromkeys(reasons))}{with_got}{got if with_got else ''}"
 
 
 def _shown(value: object) -> str:

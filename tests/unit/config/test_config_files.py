@@ -213,9 +213,10 @@ def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, conten
         (["--client.ready-timeout-s", "nan"], "client.ready-timeout-s"),
         (["--output-dir", os.fsdecode(b"caf\xe9")], "must be text in UTF-8"),
         (["--environments", r'[{"id": "a", "args": {"b": [{"c": "\ud800"}]}}]'], "environments.0.args.* text in UTF-8"),
+        (["--environments", r'[{"id": "a", "name": "b\nc"}]'], "environments.0.name.* must be text on one line"),
         (["--environments", r'[{"id": "a", "args": {"\u0000": 1}}]'], "environments.0.args.* character NUL"),
     ],
-    ids=["digits", "array", "digits in an array", "weight", "timeout", "nan", "latin-1", "half a pair", "NUL in a key"],
+    ids=["digits", "array", "long", "weight", "timeout", "nan", "latin-1", "half a pair", "a name", "NUL in a key"],
 )
 def test_flags_that_nothing_can_do_with_are_told_in_a_line(flags: list[str], said: str) -> None:
     message = refused(*flags, command=OrchestratorConfig)
@@ -248,6 +249,7 @@ def test_tables_and_words_in_a_list() -> None:
     lora = sft("--model.lora.target-modules", "all-linear").model.lora
     assert lora is not None and lora.target_modules == "all-linear"
     assert "(@ FILE.toml)" in refused("--engine.args", "seed=3", command=InferenceConfig)
+    assert refused("--engine.args", '{"a": {}}', command=InferenceConfig).endswith(" or should be a valid boolean")
 
 
 def test_all_unknown_flags_are_told_at_once() -> None:

@@ -202,6 +202,8 @@ def _read_tasks(path: Path, prompt: str, answer: str, fields: Sequence[str] | No
     """Return the tasks of a file with the columns `prompt` and `answer`; `fields` are the fields of a judge's
     prompt."""
     try:
+        if not path.is_dir() and path.exists() and not path.is_file():  # it may have no end, or no writer
+            raise DataError(f"jsonl: {path.absolute()} is not a regular file, but a pipe or a device")
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"jsonl: {path.absolute()} is not UTF-8: {error}") from None

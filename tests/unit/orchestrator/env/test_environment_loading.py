@@ -191,6 +191,8 @@ def test_jsonl_lines_end_where_those_of_json_do(tmp_path: Path) -> None:
         Jsonl(path)
     with pytest.raises(DataError, match=r"cannot be read \(No such file.*Did you mean 'rows.jsonl'\?"):
         Jsonl(tmp_path / "row.jsonl")
+    with pytest.raises(DataError, match="/dev/null is not a regular file, but a pipe or a device"):
+        Jsonl(Path("/dev/null"))
 
 
 @pytest.mark.parametrize(
