@@ -14,6 +14,7 @@
     │   ├── JudgeFailure        a judge gave no reply that can be read             the rollout is dropped
     │   └── WorkerCrashed       the process that played a group died of it         the rollout is dropped
     ├── ProcessKilled           a process that plays was killed from outside       its group is played again
+    │   └── GroupKilled         a process that plays a group was killed            the group is played again
     ├── JudgeDenied             a judge knows neither key nor model                exit 3
     ├── InferenceError          the inference server refused, failed or vanished   exit 3
     │   ├── EngineLost          a server was away or failed for longer than it may exit 3
