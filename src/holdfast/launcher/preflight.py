@@ -271,7 +271,8 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
     parameters = count_parameters(config.model.name)
     adapters = f", LoRA of rank {config.model.lora.rank}" if config.model.lora is not None else ""
     count = f", {in_short(parameters)} parameters" if parameters else ""
-    yield f"model: {config.model.name}{count}, {config.model.compute_dtype}{adapters}"
+    where = ", of the hub, not looked at" if config.dry_run and not Path(config.model.name).is_dir() else ""
+    yield f"model: {config.model.name}{where}{count}, {config.model.compute_dtype}{adapters}"
     if survey is not None and isinstance(config, SupervisedCommand):
         yield data_line(config, survey)
         if told := too_few_for_a_step(config, survey):
@@ -284,7 +285,7 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
         data = config.data
         micro = min(data.micro_batch_size, data.batch_size)
         yield (
-            f"steps: {config.max_steps:,} of {data.batch_size} (micro-batches of {micro}), at most "
+            f"steps: {config.max_steps:,} with a batch of {data.batch_size} (micro-batches of {micro}), at most "
             f"{data.seq_len} tokens each; {rate}"
         )
     if orchestrator is not None:
@@ -347,8 +348,10 @@ def _memory(config: TrainingCommand, parameters: int) -> str:
     parameters."""
     shards = config.parallel.world_size // config.parallel.replicas
     each = (4 if config.model.lora is not None else 16) * parameters / max(1, shards)
-    what = "weights" if config.model.lora is not None else "weights, gradients and optimizer"
-    return f"memory: about {size(each)} per rank for {what}, plus activations and logits (docs/memory.md)"
+    what = "weights, gradients and optimizer, plus"
+    if config.model.lora is not None:
+        what = "frozen weights, plus the adapter with its gradients and optimizer,"
+    return f"memory: about {size(each)} per rank for {what} activations and logits (docs/memory.md)"
 
 
 def check_functions(config: TrainerConfig) -> None:

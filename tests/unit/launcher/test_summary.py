@@ -140,13 +140,13 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert lines[0] == f"model: {MODEL}, 607k parameters, float32"
     assert "60 samples and 4 held out, 84k tokens, 7.5 steps an epoch; this run: 4 epochs" in lines[1]
     assert lines[2:4] == ["  2 rows left out", "  first sample (3 tokens, [[trained]]): a[[b]]"]
-    assert "30 of 8" in lines[4] and "lr 2e-05 linear, warm-up 3 steps" in lines[4]
+    assert "30 with a batch of 8" in lines[4] and "lr 2e-05 linear, warm-up 3 steps" in lines[4]
     assert lines[5] == "checkpoints: every 5 steps, the newest 2 are kept"
     assert lines[6].startswith("memory: about 9.72 MB per rank")
     small = summary(sft(tmp_path, max_steps=3, data={"name": "x.jsonl", "batch_size": 4}), None)
-    assert "steps: 3 of 4 (micro-batches of 4)" in small
+    assert "steps: 3 with a batch of 4 (micro-batches of 4)" in small
     adapters = summary(sft(tmp_path, max_steps=3, model={"name": MODEL, "lora": {}}), None)
-    assert "LoRA of rank 16" in adapters and "about 2.43 MB per rank for weights," in adapters
+    assert "LoRA of rank 16" in adapters and "about 2.43 MB per rank for frozen weights," in adapters
     rl = RlConfig.model_validate({"model": {"name": MODEL}, "orchestrator": {"environments": ENVIRONMENTS}})
     rl.trainer.model.name = MODEL
     said = summary(rl.trainer, None, rl.orchestrator)

@@ -198,7 +198,8 @@ class Alerts:
             return None
         return (
             f"mismatch_kl grew to {metrics['mismatch_kl']:.3g} from {median:.3g}: sampler and trainer disagree about "
-            "the policy. Set loss.correction.type = truncate, lower async_level, or use equal dtypes for both"
+            "the policy. If the reward falls, set trainer.loss.correction.type = truncate, lower async_level, or use "
+            "equal dtypes for both"
         )
 
     def _entropy_collapses(self, metrics: Mapping[str, float | None]) -> str | None:
