@@ -386,13 +386,15 @@ def _with_origin(key: str, text: str, files: _Files, given: dict[str, str]) -> s
     if key in given:  # the flag says the key
         return f"flag {given[key]} " + text.removeprefix(f"'{key}' ")
     parts = key.split(".")
+    # A finding of a whole section may be about a flag in it, beside what a file says.
+    flags = [f"flag {flag}" for own, flag in given.items() if own.startswith(f"{key}.")]
     for length in range(len(parts), 0, -1):
         prefix = ".".join(parts[:length])
         if prefix in given:
             return f"flag {given[prefix]}: {text}"
         if prefix in files.origin:
-            return f"{files.origin[prefix]}: {text}"
-    return text
+            return f"{', '.join([files.origin[prefix], *flags])}: {text}"
+    return f"{', '.join(flags)}: {text}" if flags else text
 
 
 def to_toml(config: BaseModel) -> str:

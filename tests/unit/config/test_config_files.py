@@ -143,6 +143,7 @@ def test_a_wrong_flag_is_named_as_the_flag_even_when_a_file_says_the_same_key(wr
     path = write("a.toml", "[optim]\nlr = 0.5\n")
     message = refused("@", path, "--optim.lr", "fast")
     assert "--optim.lr" in message and "fast" in message and path not in message
+    assert refused("@", path, "--optim.momentum", "0.3").startswith(f"{path}, flag --optim.momentum: 'optim' momentum")
 
 
 def test_all_mistakes_are_told_at_once(write: Write) -> None:
