@@ -203,6 +203,35 @@ class CurriculumConfig(Section):
     """The next level begins when the mean reward of a full window is at least this."""
 
 
+METRIC_GROUPS = frozenset(
+    [
+        "advantage",
+        "clip_fraction",
+        "correction",
+        "curriculum",
+        "distillation",
+        "engine",
+        "eval",
+        "groups",
+        "kl",
+        "logps",
+        "mismatch",
+        "mismatch_kl",
+        "of_values",
+        "ratio",
+        "reward",
+        "reward_model",
+        "rewards",
+        "rollout",
+        "staleness",
+        "time",
+        "tokens",
+        "val",
+    ]
+)
+"""Metrics of a run begin with these names and a slash; an environment's begin with its own name."""
+
+
 class EnvironmentConfig(Section):
     """One environment of the mix."""
 
@@ -294,6 +323,15 @@ class EnvironmentConfig(Section):
     def deadline_s(self) -> float | None:
         """`timeout_s`, None where there is none."""
         return self.timeout_s if math.isfinite(self.timeout_s) else None
+
+    @model_validator(mode="after")
+    def _hides_no_metrics(self) -> Self:
+        first = self.label.partition("/")[0]
+        if first in METRIC_GROUPS:
+            raise ValueError(
+                f"environment '{self.label}': metrics of the run begin with '{first}/': give another `name`"
+            )
+        return self
 
     @field_validator("name")
     @classmethod

@@ -125,6 +125,8 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
         run(tmp_path / "exit", load="exit", workers=2)
     with pytest.raises(ValueError, match="worker_memory_gb = 2 limits workers, and there are none"):
         OrchestratorConfig.model_validate({"environments": [{"id": "a", "worker_memory_gb": 2}]})
+    with pytest.raises(ValueError, match="environment 'rollout': metrics of the run begin with 'rollout/': give"):
+        OrchestratorConfig.model_validate({"environments": [{"id": "a", "name": "rollout"}]})
 
 
 @pytest.mark.launch

@@ -39,6 +39,8 @@ _LARGEST = 1e30
 """Sums and squares of such numbers are still finite."""
 _MOST_NAME = 80
 """Characters of a metric's name in an error."""
+OWN_METRICS = ("pass@", "requests/", "tools/")
+"""Beginnings of names of an environment's metrics that the orchestrator counts itself."""
 
 
 class PromptTooLong(DataError):
@@ -130,6 +132,11 @@ def _checked(score: Any, session: Session, what: str) -> Score:
             as_text(name)
         except (TypeError, ValueError) as error:
             raise EnvironmentFailure(f"{what}: score() gave a metric the name {_shown(name)}: {error}") from None
+        if name.startswith(OWN_METRICS):
+            raise EnvironmentFailure(
+                f"{what}: score() gave a metric the name {_shown(name)}; names that begin with "
+                f"{', '.join(OWN_METRICS)} are counted by the orchestrator"
+            )
         metrics[name] = _number(value, printable(name, most=_MOST_NAME), what)
     if score.turn_rewards is not None and score.token_rewards is not None:
         raise EnvironmentFailure(f"{what}: score() gave turn_rewards and token_rewards; give one of them")

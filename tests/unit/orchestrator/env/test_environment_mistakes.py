@@ -61,6 +61,7 @@ class Scored(Plain):
             "list": [1.0],
             "none": {"x": None},
             "unprintable": {"a\nb\x1b" + "x" * 1000: None},
+            "counted": {"tools/calls": 1.0},
         }
         parts: dict[str, dict[str, Any]] = {
             "turns": {"turn_rewards": [1.0, 2.0, 3.0]},
@@ -337,6 +338,11 @@ def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: 
         (Scored, "list", r"metrics = \[1.0\] \(list\), expected names with numbers"),
         (Scored, "none", r"gave x = None \(NoneType\), expected a finite number"),
         (Scored, "unprintable", r"gave a\\nb\\x1bx+ … \(1004 characters\) = None"),
+        (
+            Scored,
+            "counted",
+            r"gave a metric the name 'tools/calls' .*; names that begin with pass@, requests/, tools/ are",
+        ),
         (Scored, "turns", r"score\(\) gave 3 turn_rewards for \d sampled turns"),
         (Scored, "tokens", r"score\(\) gave 0 token_rewards for \d+ sampled tokens"),
         (Scored, "both", r"score\(\) gave turn_rewards and token_rewards; give one of them"),
