@@ -203,32 +203,11 @@ class CurriculumConfig(Section):
     """The next level begins when the mean reward of a full window is at least this."""
 
 
-METRIC_GROUPS = frozenset(
-    [
-        "advantage",
-        "clip_fraction",
-        "correction",
-        "curriculum",
-        "distillation",
-        "engine",
-        "eval",
-        "groups",
-        "kl",
-        "logps",
-        "mismatch",
-        "mismatch_kl",
-        "of_values",
-        "ratio",
-        "reward",
-        "reward_model",
-        "rewards",
-        "rollout",
-        "staleness",
-        "time",
-        "tokens",
-        "val",
-    ]
-)
+METRIC_GROUPS = frozenset({
+    "advantage", "clip_fraction", "correction", "curriculum", "distillation", "engine", "eval", "groups", "kl",
+    "logps", "mismatch", "mismatch_kl", "of_values", "ratio", "reward", "reward_model", "rewards", "rollout",
+    "staleness", "time", "tokens", "val",
+})  # fmt: skip
 """Metrics of a run begin with these names and a slash; an environment's begin with its own name."""
 
 

@@ -338,11 +338,7 @@ def test_messages_as_dicts_methods_without_async_and_numbers_of_numpy(tmp_path: 
         (Scored, "list", r"metrics = \[1.0\] \(list\), expected names with numbers"),
         (Scored, "none", r"gave x = None \(NoneType\), expected a finite number"),
         (Scored, "unprintable", r"gave a\\nb\\x1bx+ … \(1004 characters\) = None"),
-        (
-            Scored,
-            "counted",
-            r"gave a metric the name 'tools/calls' .*; names that begin with pass@, requests/, tools/ are",
-        ),
+        (Scored, "counted", r"gave a metric the name 'tools/calls' .*; names that begin with pass@, requests/"),
         (Scored, "turns", r"score\(\) gave 3 turn_rewards for \d sampled turns"),
         (Scored, "tokens", r"score\(\) gave 0 token_rewards for \d+ sampled tokens"),
         (Scored, "both", r"score\(\) gave turn_rewards and token_rewards; give one of them"),
