@@ -2,7 +2,7 @@
 
 from holdfast.config import RlConfig
 from holdfast.launcher.resume.attempt import Attempt, write_config
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 
 
 def start_rl(config: RlConfig) -> Attempt:

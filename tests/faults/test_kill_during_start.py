@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config import SftConfig
 from holdfast.launcher.resume.attempt import with_resume, write_config
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.run.manifest import MANIFEST_NAME
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh

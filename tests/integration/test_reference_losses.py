@@ -9,7 +9,7 @@ import pytest
 from holdfast.config import program_config
 from holdfast.config.load import parse_command_line
 from holdfast.launcher.resume.attempt import write_config
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from tests.integration.conftest import UsedServer

@@ -41,7 +41,6 @@ from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBacko
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
-from holdfast.launcher.outputs import check_outputs
 from holdfast.launcher.placement import ClusterPlacement, placed_on_cluster
 from holdfast.launcher.plan import (
     EVALUATION,
@@ -63,8 +62,9 @@ from holdfast.launcher.preflight import (
 )
 from holdfast.launcher.rendezvous import with_outer_nodes
 from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume, write_config
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
+from holdfast.launcher.side_processes import check_outputs
 from holdfast.process.child import available_cores
 from holdfast.process.events import PROCESS_ENV
 from holdfast.process.gpus import Gpu, find_gpus

@@ -156,7 +156,7 @@ class BatchMaker:
                 outcome = await player.play(problem, step)
             if teacher is not None and not isinstance(outcome, Dropped):
                 affinity = Affinity()
-                await run_all(teacher.judge(rollout, log, affinity=affinity) for rollout in outcome)
+                await run_all(teacher.add_logprobs(rollout, log, affinity=affinity) for rollout in outcome)
             return outcome
 
         outcomes: list[Outcome] = []

@@ -64,7 +64,7 @@ class Teacher:
         self.client = client
         self.digest = digest
 
-    async def judge(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
+    async def add_logprobs(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
         """Fill in the `reference_logprobs` of a finished rollout, from `log` or the servers.
 
         Raises InferenceError if a server failed, or serves other weights.

@@ -18,7 +18,7 @@ from holdfast.config.load import parse_command_line, to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import RunDirError
 from holdfast.launcher.launch import launch_orchestrator
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S

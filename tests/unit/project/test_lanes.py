@@ -119,7 +119,7 @@ def test_a_change_of_a_part_runs_its_faults() -> None:
     writer, launcher = "src/holdfast/trainer/checkpoint/writer.py", "src/holdfast/launcher/heal.py"
     assert parts.tests_of(["README.md", "src/holdfast/trainer/launch.py"]) == []
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoint"])
-    resume = "src/holdfast/launcher/resume/plan.py"
+    resume = "src/holdfast/launcher/resume/prepare.py"
     both = parts.tests_of([writer, launcher, resume, *(f"{part}/x.py" for part in parts.PARTS)])
     assert len(both) == len(set(both)) and set(both) == {test for tests in parts.PARTS.values() for test in tests}
     page = (ROOT / "CONTRIBUTING.md").read_text()

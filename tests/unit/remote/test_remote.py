@@ -20,7 +20,7 @@ from fsspec.exceptions import FSTimeoutError
 
 from holdfast.config import SftConfig
 from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError, StorageError
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.remote import fetch, set_aside_remote_after
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.remote.object_store import ObjectStore, is_transient

@@ -13,9 +13,9 @@ import pytest
 
 from holdfast.config import SftConfig
 from holdfast.errors import ConfigError
-from holdfast.launcher.outputs import SideProcesses, check_outputs
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
+from holdfast.launcher.side_processes import SideProcesses, check_outputs
 from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
 from holdfast.view import serve

@@ -20,9 +20,9 @@ from holdfast.config import SftConfig
 from holdfast.config.view import TrackingConfig
 from holdfast.errors import ConfigError, RunDirError
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
-from holdfast.launcher.outputs import SideProcesses
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
+from holdfast.launcher.side_processes import SideProcesses
 from holdfast.process.scratch import scratch_name
 from holdfast.run.settings import without_secrets
 from holdfast.view.follow import Tail

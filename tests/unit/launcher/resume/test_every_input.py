@@ -19,7 +19,7 @@ from holdfast.config.preference import DpoConfig, RewardTrainingConfig
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import SftConfig
 from holdfast.launcher.resume.attempt import write_config
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.orchestrator.evaluation.evaluator import files_of
 from holdfast.run.run_dir import RunDir
 from tests.builders.launches import start_rl

@@ -25,7 +25,7 @@ from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan, encode_batch
 from holdfast.run import atomic, checked, manifest
 from holdfast.run.checkpoints import Kind

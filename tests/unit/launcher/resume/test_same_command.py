@@ -11,7 +11,7 @@ from holdfast.config.rl import hand_down_shared
 from holdfast.errors import RunDirError
 from holdfast.launcher.failures import profile_lines
 from holdfast.launcher.resume.attempt import Attempt, write_config
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.run.run_dir import RunDir
 from tests.builders.launches import start_rl
 from tests.unit.launcher.resume.test_resume import add_batch, add_checkpoint

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from holdfast.config import program_config
 from holdfast.config.training import TrainingCommand
 from holdfast.launcher.resume.attempt import with_resume, write_config
-from holdfast.launcher.resume.plan import prepare
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan
 from holdfast.run import manifest
 from holdfast.run.journal import Accepted, EnvironmentPosition, publish_batch
