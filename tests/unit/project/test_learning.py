@@ -10,6 +10,7 @@ from benchmarks.algorithms.curves import read_curves, summary
 from benchmarks.algorithms.runs import NAMES
 from benchmarks.learning import lengths
 from benchmarks.learning.commands import environment_of
+from benchmarks.learning.draw import FIRST_SCREEN, draw_first_screen, first_screen_of
 from benchmarks.learning.results import read_runs
 from benchmarks.learning.results import summary as summary_of_runs
 from benchmarks.learning.runs import CONTROLS, OVERLAYS
@@ -98,6 +99,13 @@ def test_the_committed_runs_are_those_of_the_page_and_learned_unless_they_are_co
     for run in runs:
         before, after = run.before["pass@1"], run.after["pass@1"]
         assert (after.value <= before.high) if run.variant in CONTROLS else (after.low > before.high), run
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_committed_runs(tmp_path: Path) -> None:
+    runs = first_screen_of(read_runs(BENCHMARK))
+    draw_first_screen(runs, FIRST_SCREEN, tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_text() == (BENCHMARK / "smollm2.svg").read_text()
+    assert {"grpo", "permuted_rewards"} <= {run.variant for run in runs}
 
 
 def test_the_committed_lengths_are_those_of_the_page() -> None:
