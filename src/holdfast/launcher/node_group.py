@@ -493,7 +493,8 @@ class NodeGroup:
         others = self._rendezvous.others()
         gone = {}
         for number, (node, status) in present.items():
-            if status.is_finished and self._status.runs:  # its command ends before the trainer here
+            # Its command may end before the trainers here and on other nodes.
+            if status.is_finished and (self._status.runs or self._status.is_finished):
                 continue
             silent_s = others[number][2]
             if silent_s > self._silent_s:

@@ -45,7 +45,7 @@ def profile_name(first: int, last: int) -> str:
 
 
 # In the order of their removal: without checkpoints and batches nothing looks like a run that can be resumed.
-_OF_RUN = (
+OF_RUN = (
     "checkpoints",
     "rollouts",
     "weights",
@@ -326,6 +326,8 @@ class RunDir:
                 probe.touch()
                 probe.unlink(missing_ok=True)  # a start beside this one may clear it away
             except OSError as error:
+                if not directory.exists():  # a start of another node removes the run that was there
+                    continue
                 raise RunDirError(
                     f"{directory} cannot be written: {error.strerror}. Mend that, or choose another directory with "
                     "--output-dir."
@@ -357,7 +359,7 @@ class RunDir:
         """Remove everything that a run made here; other files stay. A mark is written first. While it exists, every
         start removes the rest first. Raise OSError if the storage fails."""
         atomic.write_file(self._removal, b"")
-        for name in _OF_RUN:
+        for name in OF_RUN:
             path = self.path / name
             try:
                 is_disk = path.is_symlink() and path.is_dir()  # a user made the link, not the run

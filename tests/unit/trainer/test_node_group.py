@@ -230,6 +230,22 @@ def test_a_node_that_cannot_write_is_refused(nodes: Nodes, tmp_path: Path) -> No
             plan_on_node(config, other, {})
 
 
+def test_a_directory_that_the_head_node_removes_meanwhile_is_no_error(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.run_dir.rollouts.mkdir(parents=True)
+    touch = Path.touch
+
+    def remove_and_touch(path: Path) -> None:
+        if path.parent == nodes.run_dir.rollouts:
+            path.parent.rmdir()
+        touch(path)
+
+    monkeypatch.setattr(Path, "touch", remove_and_touch)
+    nodes.run_dir.require_writable()
+    assert not nodes.run_dir.rollouts.exists()
+
+
 def test_the_wait_for_the_directory_begins_anew_with_each_attempt(nodes: Nodes) -> None:
     leader, other = nodes.group(), nodes.group()
     begin = awake_s()
@@ -310,14 +326,25 @@ def test_who_was_taken_for_lost_ends_its_trainer_and_comes_again(nodes: Nodes) -
     nodes.begin(_ended(leader), _ended(other), number=2)
 
 
-def test_a_node_that_has_finished_is_not_lost(nodes: Nodes) -> None:
-    leader, other = nodes.group(silent_s=0.2), nodes.group()
-    nodes.begin(leader, other)
-    number = other._rendezvous.number
-    assert other.leave(0) == 0
-    until(lambda: leader._rendezvous.others()[number][2] > 0.2)
+def test_a_node_that_has_finished_is_not_lost(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_group, "_FAREWELL_S", 1.0)
+    three = {"nodes": 3}
+    leader = nodes.group(silent_s=2.0, parallel=three)
+    first, last = nodes.group(parallel=three), nodes.group(parallel=three)
+    waiting = nodes.gather(last)
+    nodes.begin(leader, first)
+    assert waiting.result(HANG_S) is None
+    last.join()
+    number = first._rendezvous.number
+    assert first.leave(0) == 0
+    until(lambda: leader._rendezvous.others()[number][2] > 2.0)
     assert leader.stop_order() is None
-    assert leader.leave(0) == 0
+    leaving = nodes._threads.submit(leader.leave, 0)
+    until(lambda: leader._status.is_finished)
+    for _ in range(10):  # its trainer ends after the head node's
+        assert last.stop_order() is None
+        time.sleep(PAUSE_S)
+    assert last.leave(0) == leaving.result(HANG_S) == 0
 
 
 def test_a_command_that_was_killed_is_noticed_by_its_process(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

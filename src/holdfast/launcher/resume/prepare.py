@@ -52,7 +52,7 @@ from holdfast.launcher.resume.resume_step import (
 from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, Kind, kind_of, verify_checkpoint
 from holdfast.run.inputs import check_warm_start
 from holdfast.run.manifest import Verification, read_manifest
-from holdfast.run.run_dir import DISCARDED, RunDir
+from holdfast.run.run_dir import OF_RUN, RunDir
 from holdfast.run.settings import read_settings
 from holdfast.run.weights import read_scaling
 
@@ -307,8 +307,7 @@ def _require_reference(trainer: TrainingCommand) -> None:
 
 def _refuse_own_weights(run_dir: RunDir, trainer: TrainingCommand, *, clean: bool) -> None:
     """Refuse models of this directory for a fresh start, which moves them or, with --clean, removes them."""
-    cleared = [run_dir.checkpoints, run_dir.weights]
-    cleared += [run_dir.path / DISCARDED, run_dir.evaluations, run_dir.path / "logs"] if clean else []
+    cleared = [run_dir.path / name for name in OF_RUN] if clean else [run_dir.checkpoints, run_dir.weights]
     used = {**models_of(trainer, is_fresh=True), "model.tokenizer": trainer.model.tokenizer_name}
     if isinstance(trainer, SupervisedCommand):
         used["data.name"] = trainer.data.name

@@ -340,11 +340,11 @@ def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_m
     for flag in ("--ckpt.weights-only", "--model.name", "--model.tokenizer"):
         code, _, err = sft(flag, new.weights_of(6), *flags)
         assert code == 2 and f"= {new.weights_of(6)} lies in {new.path}" in err and "--output-dir" in err
-    (rows := new.path / "discarded" / "rows.jsonl").parent.mkdir()
-    rows.write_text('{"prompt": "a", "completion": "b"}\n')
     config = config_of(new)
-    config.data.name = str(rows)
-    if flags == ["--clean"]:
+    for place in ("discarded", "rollouts") if flags == ["--clean"] else ():
+        (rows := new.path / place / "rows.jsonl").parent.mkdir()
+        rows.write_text('{"prompt": "a", "completion": "b"}\n')
+        config.data.name = str(rows)
         with pytest.raises(ConfigError, match=re.escape(f"data.name = {rows} lies in")):
             start(config, clean=True)
     code, _, err = sft("--model.name", shutil.copytree(plain_model(), new.path / "model"), *flags)
