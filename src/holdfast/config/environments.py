@@ -208,7 +208,8 @@ METRIC_GROUPS = frozenset({
     "logps", "mismatch", "mismatch_kl", "of_values", "ratio", "reward", "reward_model", "rewards", "rollout",
     "staleness", "time", "tokens", "val",
 })  # fmt: skip
-"""Metrics of a run begin with these names and a slash; an environment's begin with its own name."""
+"""Metrics of a run begin with these names and a slash; an environment's begin with its own name, in evaluations after
+`eval/`."""
 
 
 class EnvironmentConfig(Section):
@@ -235,7 +236,7 @@ class EnvironmentConfig(Section):
     of all, the largest."""
 
     args: dict[str, Any] = {}
-    """Arguments of the environment's constructor; docs/environments.md has the built-in ones."""
+    """Arguments of the environment's constructor; docs/environments.md lists the arguments of built-in ones."""
 
     curriculum: CurriculumConfig | None = None
     """Levels of difficulty, from which training draws its tasks in turn; unset: only `args`. Not of evaluations."""
@@ -302,15 +303,6 @@ class EnvironmentConfig(Section):
     def deadline_s(self) -> float | None:
         """`timeout_s`, None where there is none."""
         return self.timeout_s if math.isfinite(self.timeout_s) else None
-
-    @model_validator(mode="after")
-    def _hides_no_metrics(self) -> Self:
-        first = self.label.partition("/")[0]
-        if first in METRIC_GROUPS:
-            raise ValueError(
-                f"environment '{self.label}': metrics of the run begin with '{first}/': give another `name`"
-            )
-        return self
 
     @field_validator("name")
     @classmethod

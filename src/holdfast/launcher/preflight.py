@@ -18,6 +18,7 @@ import msgspec
 from pydantic import BaseModel
 
 from holdfast.config.base import ModelConfig
+from holdfast.config.environments import METRIC_GROUPS
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
@@ -96,8 +97,14 @@ def _check_weights(name: str, *, key: str) -> None:
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:
-    """Check the admin token, and that every environment exists and takes its arguments; else raise an error."""
+    """Check the admin token, and that every environment exists, takes its arguments, and hides no metrics of the run by
+    its name; else raise an error."""
     read_admin_token(config.client.admin_token_env)
+    for section in config.environments:  # names in evaluations come after `eval/`
+        if (first := section.label.partition("/")[0]) in METRIC_GROUPS:
+            raise ConfigError(
+                f"environment '{section.label}': metrics of the run begin with '{first}/': give another `name`"
+            )
     check_in_child("holdfast.orchestrator.check", config, "environments")
 
 

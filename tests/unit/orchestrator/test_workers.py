@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.launcher.preflight import check_orchestrator
 from holdfast.orchestrator import workers
 from holdfast.orchestrator.episodes import Problem
 from holdfast.orchestrator.state import TaskSeed
@@ -125,8 +126,10 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
         run(tmp_path / "exit", load="exit", workers=2)
     with pytest.raises(ValueError, match="worker_memory_gb = 2 limits workers, and there are none"):
         OrchestratorConfig.model_validate({"environments": [{"id": "a", "worker_memory_gb": 2}]})
-    with pytest.raises(ValueError, match="environment 'rollout': metrics of the run begin with 'rollout/': give"):
-        OrchestratorConfig.model_validate({"environments": [{"id": "a", "name": "rollout"}]})
+    # A worker of an evaluation, whose numbers begin with `eval/`, gets such a name.
+    named = OrchestratorConfig.model_validate({"environments": [{"id": "a", "name": "val"}]})
+    with pytest.raises(ConfigError, match="environment 'val': metrics of the run begin with 'val/': give another"):
+        check_orchestrator(named)
 
 
 @pytest.mark.launch
