@@ -332,10 +332,11 @@ class EnginePool:
         self._note_change()
 
     def _note_end(self, engine: Engine, recovery: asyncio.Task[None]) -> None:
+        error = None if recovery.cancelled() else recovery.exception()
         if self._recoveries.get(engine) is not recovery:
             return  # it was lost again, or other weights are wanted meanwhile
         del self._recoveries[engine]
-        if not recovery.cancelled() and (error := recovery.exception()) is not None:
+        if error is not None:
             self._failure = error
             self._note_change()
 

@@ -1,6 +1,7 @@
 """Several servers of one policy: who is asked, and what one costs that is lost, comes back, or never does."""
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Sequence
@@ -290,7 +291,7 @@ def test_weights_an_engine_could_not_take_end_nothing_when_newer_ones_come(tmp_p
     assert refused and other.boot_id == "second"
 
 
-def test_weights_that_an_engine_refused_do_not_fail_the_next_ones() -> None:
+def test_weights_that_an_engine_refused_do_not_fail_the_next_ones(caplog: pytest.LogCaptureFixture) -> None:
     """The next ones are wanted in the turn of the event loop in which the refusal ends the recovery."""
     engine = FakeEngine(version=0, digest="served")
 
@@ -311,6 +312,8 @@ def test_weights_that_an_engine_refused_do_not_fail_the_next_ones() -> None:
 
     with serving(engine):
         asyncio.run(lose_and_expect())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_each_engine_gets_its_share_at_most_while_others_are_away() -> None:
