@@ -226,8 +226,7 @@ class Tokenizer:
         before a question, or with the tools at another place.
 
         The text is then not the policy's view before its last turn, then this turn, then the tokens of `continuation`.
-        White
-        space does not count: many templates strip the content.
+        White space does not count: many templates strip the content.
 
         Args:
             chat: all that was said so far, a turn of the assistant's last.

@@ -45,8 +45,8 @@ _MOST_PLAYED = 8
 """This many tasks are played, each with every answer."""
 _MOST_LINES = 4
 _HASH_SEEDS = ("1", "2", "3", "4")
-"""Number of other processes. Two elements of a set have one order or the other: a single process would find in half of
-all cases that a task depends on it."""
+"""Hash seeds of other processes. Two elements of a set have one order or the other: a single process would find in half
+of all cases that a task depends on it."""
 CHECKS = ("tasks", "prompts", "template", "sessions", "scores")
 
 

@@ -447,7 +447,7 @@ def _stopped(supervisor: Supervisor, number: int, path: Path) -> int:
 class _PhasePrinter:
     def __init__(self, events: Path) -> None:
         self._events = Tail(events)
-        list(self._events)  # answers of an earlier attempt
+        list(self._events)  # events of an earlier attempt
         self._state = RunState()
         self._begin = time.monotonic()
 

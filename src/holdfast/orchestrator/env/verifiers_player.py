@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.4"
-"""Versions of verifiers; its v1 environments keep changing."""
+"""Version of verifiers; its v1 environments keep changing."""
 _KEY_ENV = "HOLDFAST_ENDPOINT_KEY"
 _MOST_LINE = 1 << 30
 

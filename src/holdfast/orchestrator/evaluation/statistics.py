@@ -88,8 +88,8 @@ def mean_over_tasks(values: Sequence[float], *, confidence: float) -> Estimate:
 def wilson(share: float, trials: int, *, confidence: float) -> tuple[float, float]:
     """Return the score interval of a share (Wilson 1927, "Probable inference, the law of succession, ...").
 
-    With z the normal quantile and p the share: (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Unlike p ± z√(p(1 -
-    p)/n) it is not a point if none or all succeed.
+    With z the normal quantile and p the share: (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Unlike
+    p ± z√(p(1 - p)/n) it is not a point if none or all succeed.
     """
     z = _normal_quantile(confidence)
     scale = 1 + z * z / trials

@@ -99,7 +99,7 @@ def open_dataset(config: SftDataConfig, formats: tuple[Format, ...], *, is_repor
     taken = (row for place in range(len(rows)) for _, row in rows.take(place, place + 1))
     objects = (row for row in taken if not isinstance(row, DataError))
     first = next(objects, None)
-    if first is not None and config.on_bad_row == "drop":  # the dataset may lack columns
+    if first is not None and config.on_bad_row == "drop":  # this row may lack columns
         first = next((row for row in chain([first], objects) if has_format(row, formats)), first)
     if first is None:
         BadRows(len(rows), tuple(str(row) for _, row in rows.take(0, 10))).settle(config, len(rows))

@@ -368,7 +368,7 @@ def chunks_to_file(path: Path, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
 _CACHE_ENV = "HOLDFAST_CACHE"
 _SAMPLES, _ABOUT = "samples.arrow", "about.json"
 _BLOCK_BYTES = 1 << 24
-# The code that makes tokens of rows. Their code is part of the name: a mended template must not leave old tokens.
+# The modules that make tokens of rows. Their code is part of the name: a mended template must not leave old tokens.
 _CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, sys.modules[__name__])
 _LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
 _TIME_OF_DAY = re.compile(r"%[-_0^#EO]*[HIklMSfspPXcTRr+]")

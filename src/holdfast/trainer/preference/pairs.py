@@ -207,9 +207,9 @@ def load_answers(
 def mismatched_places(prompts: Sequence[bytes]) -> list[int]:
     """Return, for each prompt, the place of an answer to another prompt; nothing if all are the same.
 
-    Every answer is taken once. The divergence is estimated from the trained answers, good and bad, as Ethayarajh et al.
-    2024 and TRL take them within a batch. If more than half of the answers are to one prompt, that
-    is not possible: the other ones are then taken in turn.
+    Every answer is taken once. The divergence is then estimated from the trained answers, good and bad, as Ethayarajh
+    et al. 2024 and TRL take them within a batch. If more than half of the answers are to one prompt, that is not
+    possible: the other ones are then taken in turn.
     """
     by_prompt: dict[bytes, list[int]] = {}
     for place, prompt in enumerate(prompts):

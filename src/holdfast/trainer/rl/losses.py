@@ -210,8 +210,8 @@ def dppo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Ten
     """Return DPPO with the binary total variation (arXiv 2602.04879, "Rethinking the Trust Region in LLM RL").
 
     m_t sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios). The probabilities of the token under policy and
-    base are p and b. The mask m_t is 0 if the policy has gone too far already: p - b > clip_high and A > 0, or p - b <
-    -clip_low and A < 0. It bounds what moves probability, not its ratio: rare tokens may multiply theirs. The
+    base are p and b. The mask m_t is 0 if the policy has gone too far already: p - b > clip_high and A > 0, or
+    p - b < -clip_low and A < 0. It bounds what moves probability, not its ratio: rare tokens may multiply theirs. The
     truncation is from section 5.4.
     """
     assert config.clip_low is not None and config.clip_high is not None  # the config fills them in

@@ -4,8 +4,8 @@ If the weights of this very step sampled a rollout (age 0), its log-probabilitie
 rounding. A larger difference means another model: an attention soft cap that trainer or engine leaves out, another
 dtype, a faulty kernel. Older rollouts differ because the policy moved, and only the alerts watch them.
 
-With `async_level` above 0, only the first batch has age 0. For the others, the parity check (`measure_canary`) remains
-in, at the start of every attempt: see `Canary` in `holdfast.protocol.inference`.
+With `async_level` above 0, only the first batch has age 0. For the others, the parity check (`measure_canary`) takes
+its place, at the start of every attempt: see `Canary` in `holdfast.protocol.inference`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class MismatchCheck:
         Args:
             samples: of `rollouts`, and perhaps others after them.
             measure: fills in `OLD_LOGPROB` without dropout.
-            is_foreign: other weights than this step's trainer has sampled the rollouts; nothing is compared.
+            is_foreign: other weights than the trainer's before this step sampled the rollouts; nothing is compared.
             is_truncated: the distributions that they were sampled from were.
 
         Raises:
