@@ -139,8 +139,9 @@ def test_a_dry_run_shows_every_node_and_what_is_offloaded(run: Run, tmp_path: Pa
 
 def test_several_inference_servers_have_a_configuration_each(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("rl", "@", "configs/reverse_text/rl.toml", "--dry-run", "--output-dir", tmp_path,
-                       "--inference.engines", "3", "--inference.server.port", "4321")  # fmt: skip
-    assert code == 0
+                       "--inference.engines", "3", "--inference.server.port", "4321",
+                       "--model.name", "somebody/model")  # fmt: skip
+    assert code == 0 and "model: somebody/model, of the hub, not looked at, float32\n" in out
     written = tmp_path / "configs" / "dry_run"
     paths = [written / f"inference_{number}.toml" for number in range(3)]
     assert all(str(path) in out for path in paths)

@@ -226,7 +226,8 @@ def launch_rl(config: RlConfig) -> int:
         if servers.line:
             print(servers.line)
         print(describe(placement, chosen, engines=(placement.engines or ((),)) if servers.starts_own else ()))
-        print(summary(config.trainer, None, config.orchestrator))
+        trainer = config.trainer.model_copy(update={"dry_run": config.dry_run})
+        print(summary(trainer, None, config.orchestrator))
         if config.dry_run:
             return _print_plan(plan)
         healing = RestartPolicy(

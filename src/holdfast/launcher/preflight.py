@@ -278,7 +278,8 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
     parameters = count_parameters(config.model.name)
     adapters = f", LoRA of rank {config.model.lora.rank}" if config.model.lora is not None else ""
     count = f", {in_short(parameters)} parameters" if parameters else ""
-    where = ", of the hub, not looked at" if config.dry_run and not Path(config.model.name).is_dir() else ""
+    is_unseen = config.dry_run and survey is None and not Path(config.model.name).is_dir()
+    where = ", of the hub, not looked at" if is_unseen else ""
     yield f"model: {config.model.name}{where}{count}, {config.model.compute_dtype}{adapters}"
     if survey is not None and isinstance(config, SupervisedCommand):
         yield data_line(config, survey)

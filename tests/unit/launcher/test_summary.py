@@ -143,6 +143,9 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert "30 with a batch of 8" in lines[4] and "lr 2e-05 linear, warm-up 3 steps" in lines[4]
     assert lines[5] == "checkpoints: every 5 steps, the newest 2 are kept"
     assert lines[6].startswith("memory: about 9.72 MB per rank")
+    hub = sft(tmp_path, max_steps=3, dry_run=True, model={"name": "somebody/model"})
+    assert "model: somebody/model, of the hub, not looked at, float32" in summary(hub, None)
+    assert "model: somebody/model, float32" in summary(hub, SURVEY)  # which asks the hub for the model
     small = summary(sft(tmp_path, max_steps=3, data={"name": "x.jsonl", "batch_size": 4}), None)
     assert "steps: 3 with a batch of 4 (micro-batches of 4)" in small
     adapters = summary(sft(tmp_path, max_steps=3, model={"name": MODEL, "lora": {}}), None)
