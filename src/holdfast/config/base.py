@@ -176,11 +176,11 @@ class CkptConfig(Section):
     """Keep this many of the newest checkpoints; unset: all stay, whatever the next two say."""
 
     keep_interval: int | None = Field(default=None, ge=1)
-    """Keep the checkpoints of every this many steps for good, beside the newest `keep`."""
+    """Keep the checkpoints of every this many steps for good, in addition to the newest `keep`."""
 
     keep_best: str | None = None
-    """Keep the checkpoint with the best value of this metric beside the newest `keep`, such as `min:val/loss` or
-    `max:reward/mean`. Without `min:` or `max:`: lower is better for losses, errors and divergences."""
+    """Keep the checkpoint with the best value of this metric in addition to the newest `keep`. Examples:
+    `min:val/loss`, `max:reward/mean`. Without `min:` or `max:`: lower is better for losses, errors and divergences."""
 
     dir: str | None = None
     """Copy every committed checkpoint there as well, in the background: `s3://bucket/prefix` or any

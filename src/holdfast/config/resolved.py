@@ -32,8 +32,8 @@ FREE = frozenset({
     "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
 })  # fmt: skip
 """Settings of any process, by dotted key (`[]`: of every item), that may change on resume. They say where a run is
-stored, how long it lasts, how often it is saved, what is reported about it, which machines it runs on, and how long it
-waits."""
+stored, how long it lasts, how often it is saved, what is reported about it, which machines and how many it runs on, and
+how long it waits."""
 
 
 def fingerprint(config: TrainingCommand) -> str:

@@ -85,7 +85,7 @@ class Sample:
 
     @cached_property
     def stems(self) -> tuple[int, ...]:
-        """For each sequence, the number of first tokens that equal the sequence before; never all tokens."""
+        """For each sequence, the number of first tokens that the sequence before has, too; never all tokens."""
         found = [0]
         for before, tokens in pairwise(np.split(self.token_ids, self.starts[1:])):
             most = min(len(before), len(tokens) - 1)
