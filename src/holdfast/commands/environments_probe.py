@@ -209,8 +209,18 @@ class Scripted:
     def check(self) -> None:
         """Never fails."""
 
+    def leave(self, sample_index: int) -> None:
+        """Nothing waits for the end of a session."""
+
     async def sample(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+        self,
+        token_ids: list[int],
+        *,
+        sample_index: int,
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        affinity: Affinity,
     ) -> Completion:
         """Return the answer, cut to `max_tokens`."""
         ids = self._ids[:max_tokens] or [0]

@@ -185,7 +185,15 @@ class OrchestratorConfig(Command):
     them."""
 
     async_level: int = Field(default=1, ge=0)
-    """Batch N is made wholly by the weights of step max(0, N - 1 - async_level)."""
+    """Batch N is made wholly by the weights of step max(0, N - 1 - async_level). In rounds, groups begin with the
+    weights of that step or a later step."""
+
+    schedule: Literal["strict", "rounds"] = "strict"
+    """`strict`: one version samples a whole batch. `rounds`: groups of several batches are sampled side by side, and no
+    engine waits for the slowest answer of a batch. Faster with async_level 2 or more."""
+
+    round_tokens: int | None = Field(default=None, ge=1)
+    """In rounds: most tokens that a session samples before groups are collected and drawn again; unset: 256."""
 
     seq_len: int = Field(default=1024, ge=2)
     """Most tokens of one rollout, prompt included."""
@@ -216,6 +224,11 @@ class OrchestratorConfig(Command):
     def is_sampled_by_teacher(self) -> bool:
         """Whether completions come from the teacher, and not from the policy."""
         return self.teacher is not None and self.teacher.mode == "samples"
+
+    @property
+    def versions_behind(self) -> int:
+        """How many versions before its own step the weights are that serve while a batch is made."""
+        return min(1, self.async_level) if self.schedule == "rounds" else self.async_level
 
     @property
     def max_problems_per_step(self) -> int:
@@ -256,6 +269,21 @@ class OrchestratorConfig(Command):
             raise ValueError(
                 f"dynamic_sampling drops groups whose rewards are all equal, which every group of one is (environment "
                 f"'{alone[0]}'): set group_size to 2 or more, or leave dynamic_sampling off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_schedule(self) -> Self:
+        if self.schedule == "strict":
+            if self.round_tokens is not None:
+                raise ValueError("round_tokens is for schedule = 'rounds': set that, or leave round_tokens out")
+            return self
+        if self.teacher is not None:
+            raise ValueError("schedule = 'rounds' is for answers of the policy alone: leave teacher out")
+        if self.dynamic_sampling is not None:
+            raise ValueError(
+                "schedule = 'rounds' draws as many problems as a batch has, and dynamic_sampling draws more: leave one "
+                "of them out"
             )
         return self
 

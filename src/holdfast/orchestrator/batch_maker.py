@@ -106,6 +106,11 @@ class BatchMaker:
         client: of the servers that sample: the policy's or the teacher's.
         environments: played in this process: by name, one per level of the curriculum.
         workers: of the other environments, by name.
+
+    Attributes:
+        num_reused: turns of the last batch that were sampled before a restart.
+        metrics: further numbers about the last batch.
+        digests: of the weights of the policy versions that sampled the last batch, beside the last version.
     """
 
     config: OrchestratorConfig
@@ -118,6 +123,8 @@ class BatchMaker:
     teacher: Teacher | None = None
     workers: Mapping[str, Workers] = field(default_factory=dict)
     num_reused: int = field(default=0, init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    digests: dict[int, str] = field(default_factory=dict, init=False)
     curriculum_metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -138,18 +145,10 @@ class BatchMaker:
         teacher, digest = self.teacher, weights.digest
         if self.config.is_sampled_by_teacher and teacher is not None:
             teacher, digest = None, teacher.digest
-        log = GenerationLog(
-            self.run_dir,
-            step,
-            weights_digest=digest,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            teacher_digest=self.teacher.digest if self.teacher else "",
-            vocab_size=self.client.vocab_size,
-        )
+        log = self._open_log(step, digest)
         sampler = Sampler(self.client, log)
         player = GroupPlayer(self.config, self.tokenizer, sampler, self.workers)
-        most = self.config.client.max_concurrency * len(self.client.engines)
-        slots = SessionSlots(max(most, self.config.largest_group))
+        slots = SessionSlots(self.most_sessions)
 
         async def run_one(problem: Problem) -> Outcome:
             async with slots.taking(self.config.rollouts_of(problem.settings).group_size):
@@ -167,6 +166,29 @@ class BatchMaker:
                 outcomes += await guarded(sampler.guard(run_all(run_one(problem) for problem in problems)))
         finally:
             await sampler.close()
+        self.num_reused = sampler.num_reused
+        return self._finish(step, state, outcomes)
+
+    async def close(self) -> None:
+        """End what goes on between two batches: nothing."""
+
+    @property
+    def most_sessions(self) -> int:
+        """How many sessions go on at once, at most."""
+        return max(self.config.client.max_concurrency * len(self.client.engines), self.config.largest_group)
+
+    def _open_log(self, step: int, digest: str) -> GenerationLog:
+        return GenerationLog(
+            self.run_dir,
+            step,
+            weights_digest=digest,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            teacher_digest=self.teacher.digest if self.teacher else "",
+            vocab_size=self.client.vocab_size,
+        )
+
+    def _finish(self, step: int, state: OrchestratorState, outcomes: Sequence[Outcome]) -> Selection:
+        """Return the groups of a batch from the results of its problems, and move the state on to `step`."""
         selection = select(outcomes, num_groups=self.config.problems_per_step, signal=self.config.signal)
         self._check(step, selection)
         count(state, step, selection)
@@ -175,7 +197,6 @@ class BatchMaker:
         scored = [outcome for outcome in outcomes if not isinstance(outcome, Dropped)]
         self.curriculum_metrics = curriculum_metrics(state, self.config, scored)
         self.state = state
-        self.num_reused = sampler.num_reused
         return selection
 
     def _num_to_draw(self, outcomes: Sequence[Outcome]) -> int:
@@ -205,10 +226,13 @@ class BatchMaker:
         for _ in range(number):
             name = next_environment(state)
             seed, task_id = self._next_task(state.environments[name], name)
-            levels = self.environments.get(name)
-            environment = levels[seed.level or 0] if levels is not None else None
-            problems.append(Problem(environment, self._settings[name], seed, number=task_id))
+            problems.append(self._problem(seed, task_id))
         return problems
+
+    def _problem(self, seed: TaskSeed, task_id: int) -> Problem:
+        levels = self.environments.get(seed.environment)
+        environment = levels[seed.level or 0] if levels is not None else None
+        return Problem(environment, self._settings[seed.environment], seed, number=task_id)
 
     def _next_task(self, position: EnvironmentState, name: str) -> tuple[TaskSeed, int]:
         """Return the seed of the environment's next task and its number among all tasks; advances `position`."""

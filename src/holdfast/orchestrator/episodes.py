@@ -55,9 +55,24 @@ class TurnSampler(Protocol):
         ...
 
     async def sample(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+        self,
+        token_ids: list[int],
+        *,
+        sample_index: int,
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        affinity: Affinity,
     ) -> Completion:
-        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`."""
+        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`.
+
+        Args:
+            sample_index: of the session in its group.
+        """
+        ...
+
+    def leave(self, sample_index: int) -> None:
+        """Note that a session of the group has been played to its end."""
         ...
 
 
@@ -127,7 +142,7 @@ async def run_group(
             )
             for index in range(settings.group_size)
         ]
-        await _play_all(sessions, task, problem)
+        await _play_all(sessions, task, problem, sampler)
         scores = await score_sessions(sessions, task, problem)
     except (EnvironmentFailure, PromptTooLong) as failure:
         # An environment may turn the failure of an engine into its own.
@@ -213,25 +228,32 @@ def sample_turn_of(
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
         with pausing_clock():
             return await sampler.sample(
-                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=problem.affinity
+                token_ids,
+                sample_index=sample_index,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                seed=seed,
+                affinity=problem.affinity,
             )
 
     return sample_turn
 
 
-async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem) -> None:
+async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem, sampler: TurnSampler) -> None:
 
-    async def play(session: Session) -> EnvironmentFailure | None:
+    async def play(index: int, session: Session) -> EnvironmentFailure | None:
         try:
             await play_session(session, task, problem)
         except EnvironmentFailure as failure:
             if problem.settings.on_error == "stop":
                 raise
             return failure
+        finally:
+            sampler.leave(index)
         return None
 
     # The first failure in the order of samples, not of time.
-    for failure in await run_all(play(session) for session in sessions):
+    for failure in await run_all(play(index, session) for index, session in enumerate(sessions)):
         if failure is not None:
             raise failure
 
@@ -321,12 +343,26 @@ class Sampler:
         """Raise the failure of an engine or of the log, if there is one."""
         self._failure.check()
 
+    def stop(self, failure: Exception) -> None:
+        """End the batch with `failure`, unless another came first."""
+        self._failure.set(failure)
+
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of `work`; cancel it and raise the failure if an engine or the log fails."""
         return await self._failure.guard(work)
 
+    def leave(self, sample_index: int) -> None:
+        """Nothing waits for the end of a session."""
+
     async def sample(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+        self,
+        token_ids: list[int],
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        affinity: Affinity,
+        sample_index: int = 0,
     ) -> Completion:
         """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`."""
         if self._failure:

@@ -101,7 +101,7 @@ class GenerationLog:
 
     def find(self, token_ids: Sequence[int], *, sampling: Sampling, max_tokens: int, seed: int) -> Completion | None:
         """Return what was sampled for this request, or None."""
-        return self._found.get((_prompt_hash(token_ids), sampling, max_tokens, seed)) if self._found else None
+        return self._found.get((prompt_hash(token_ids), sampling, max_tokens, seed)) if self._found else None
 
     def append(
         self,
@@ -113,7 +113,7 @@ class GenerationLog:
         completions: Sequence[Completion],
     ) -> None:
         """Keep an answer. Raises RunDirError if it cannot be written."""
-        self._append(Answer(_prompt_hash(token_ids), sampling, max_tokens, list(seeds), list(completions)))
+        self._append(Answer(prompt_hash(token_ids), sampling, max_tokens, list(seeds), list(completions)))
 
     def close(self) -> None:
         """Close the file; a thread makes the rest of it durable."""
@@ -182,5 +182,6 @@ def discard_generations(run_dir: RunDir, *, up_to: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _prompt_hash(token_ids: Sequence[int]) -> str:
+def prompt_hash(token_ids: Sequence[int]) -> str:
+    """Return the digest of a prompt, as in `Answer.prompt`."""
     return xxhash.xxh3_128_hexdigest(array("q", token_ids).tobytes())

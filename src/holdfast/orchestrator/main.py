@@ -26,6 +26,7 @@ from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.orchestrator.evaluation.evaluator import load_evaluation
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.pipeline import BatchPipeline, BatchPublisher, version_for
+from holdfast.orchestrator.rounds import RoundsMaker
 from holdfast.orchestrator.state import OrchestratorState, read_state
 from holdfast.orchestrator.tasks import FreezeTolerantLoop, phase, run_until_stopped
 from holdfast.orchestrator.teacher import Teacher, connect_teacher
@@ -88,6 +89,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     environments = _load_environments(config, tokenizer)
     trainer_step, state = find_start(run_dir, _resume_step(config))
     first = state.step + 1
+    _require_closed(config, state)
     adopt_mix(state, config)
     adopt_curricula(state, config)
     start_timeline(run_dir.newest_logs(), "orchestrator", step=state.step)
@@ -113,7 +115,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         if teacher is not None:
             state.teacher_digest = teacher.digest
         pusher = WeightPusher(client, run_dir, timeout_s=config.weights_timeout_s, seq_len=config.seq_len)
-        maker = BatchMaker(
+        maker = (RoundsMaker if config.schedule == "rounds" else BatchMaker)(
             config,
             client,
             run_dir=run_dir,
@@ -127,14 +129,28 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             config, client=client, publisher=publisher, pusher=pusher, maker=maker, evaluation=evaluation
         )
         with watching_calls():
-            for step in range(first, config.max_steps + 1):
-                version = version_for(step, run_dir, async_level=config.async_level, trainer_step=trainer_step)
-                if step == first:
-                    await pipeline.begin(step, version=version)
-                await pipeline.produce(step, version=version)
+            try:
+                for step in range(first, config.max_steps + 1):
+                    version = version_for(step, run_dir, async_level=config.versions_behind, trainer_step=trainer_step)
+                    if step == first:
+                        await pipeline.begin(step, version=version)
+                    await pipeline.produce(step, version=version)
+            finally:
+                await maker.close()
             await publisher.settle()  # a batch that cannot be written must be made again, by these engines
         await client.lease.release()
     events.report("finished", step=config.max_steps)
+
+
+def _require_closed(config: OrchestratorConfig, state: OrchestratorState) -> None:
+    """Refuse to leave open groups behind. Raises ConfigError if the strict schedule would."""
+    num_open = len(state.rounds.open) if state.rounds is not None else 0
+    if config.schedule == "strict" and num_open:
+        raise ConfigError(
+            f"{num_open} groups are open after batch {state.step}, which was made in rounds, and the strict schedule "
+            "would lose them. Continue with orchestrator.schedule = 'rounds', or start a new run from the weights of "
+            "the checkpoint (ckpt.weights_only)"
+        )
 
 
 def _load_environments(config: OrchestratorConfig, tokenizer: Tokenizer) -> dict[str, list[Environment]]:
@@ -152,7 +168,10 @@ def _allow_connections(config: OrchestratorConfig) -> None:
     """Allow a connection for each session in flight. Raises ConfigError if the system forbids it."""
     size = config.largest_group
     most = max(config.client.max_concurrency * len(config.client.urls), size)
-    number = most if config.eval is not None else min(most, config.max_problems_per_step * size)
+    groups = config.problems_per_step * (1 + config.async_level)
+    if config.schedule == "strict":
+        groups = config.max_problems_per_step
+    number = most if config.eval is not None else min(most, groups * size)
     if config.teacher is not None:
         number += min(config.teacher.max_concurrency * len(config.teacher.urls), number)
     allow_connections(number, key="client.max_concurrency")

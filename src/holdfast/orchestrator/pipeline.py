@@ -154,11 +154,12 @@ class BatchPipeline:
             environments=self.config.environments,
             signal=self.config.signal if self.config.dynamic_sampling else None,
         )
-        metrics |= self.maker.curriculum_metrics | evaluated
+        metrics |= self.maker.curriculum_metrics | self.maker.metrics | evaluated
         batch = Batch(
             step=step,
             policy_version=weights.version,
             weights_digest="" if self.config.is_sampled_by_teacher else weights.digest,
+            older_digests=self.maker.digests,
             teacher_digest=self.maker.state.teacher_digest,
             rollouts=selection.rollouts,
             dropped=selection.dropped,

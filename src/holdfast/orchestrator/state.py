@@ -43,6 +43,7 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
         credit: what the mix owes this environment, in units of one over the sum of weights.
         group_size: rollouts of each problem of the last batch.
         curriculum: None if it never had one.
+        open: tasks that are drawn and in no batch yet, in order.
     """
 
     next_task: int = 0
@@ -50,6 +51,43 @@ class EnvironmentState(msgspec.Struct, kw_only=True):
     credit: int = 0
     group_size: int = 0
     curriculum: CurriculumState | None = None
+    open: list[int] = []
+
+
+class OpenGroup(msgspec.Struct, kw_only=True):
+    """A group that is drawn and in no batch yet; see `orchestrator.rounds`.
+
+    Attributes:
+        index: of the task in the sequence of its level.
+        task_id: of the task among all tasks of the environment.
+        step: the batch that was being made when it was drawn, which seeds its samples.
+        version: the policy version at that time.
+        first_rounds: the first round of each session; -1: it waits for a slot.
+    """
+
+    environment: str
+    index: int
+    level: int | None = None
+    task_id: int
+    step: int
+    version: int
+    first_rounds: list[int]
+
+
+class RoundsState(msgspec.Struct, kw_only=True):
+    """What `schedule = "rounds"` continues from.
+
+    Attributes:
+        round: the last round that was played; -1 before the first.
+        open: in the order of the draw.
+        parts: what the open groups have sampled, `list[generation_log.Answer]` as msgpack.
+        digests: of the weights of each policy version that sampled a part.
+    """
+
+    round: int = -1
+    open: list[OpenGroup] = []
+    parts: bytes = b""
+    digests: dict[int, str] = {}
 
 
 class OrchestratorState(msgspec.Struct, kw_only=True):
@@ -61,6 +99,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
         teacher_digest: of the teacher's weights; empty without a teacher.
         dropped: problems, rollouts and tokens that are in no batch, by reason.
         evaluated_version: the last evaluated policy version; -1: none.
+        rounds: None unless the batch was made in rounds.
     """
 
     format: int = STATE_FORMAT
@@ -73,6 +112,7 @@ class OrchestratorState(msgspec.Struct, kw_only=True):
     dropped: dict[str, Counts] = {}
     environments: dict[str, EnvironmentState] = {}
     evaluated_version: int = -1
+    rounds: RoundsState | None = None
 
     def encode(self) -> bytes:
         """Return the state as indented JSON."""

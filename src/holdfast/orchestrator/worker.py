@@ -96,6 +96,7 @@ class Ask(msgspec.Struct, frozen=True):
     """One turn to sample."""
 
     group: int
+    sample_index: int
     request: int
     token_ids: TokenIds
     max_tokens: int
@@ -106,6 +107,13 @@ class Asks(msgspec.Struct, frozen=True, tag=True):
     """The turns to sample of one turn of the event loop: equal prompts share a request."""
 
     asks: list[Ask]
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """Session `sample_index` of group `group` has been played to its end."""
+
+    group: int
+    sample_index: int
 
 
 class AskJudge(msgspec.Struct, frozen=True, tag=True):
@@ -133,7 +141,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = StartWorker | Play | Cancel | Sampled | Judged
-FromWorker = Ready | Alive | Asks | AskJudge | Played | Failed
+FromWorker = Ready | Alive | Asks | Left | AskJudge | Played | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_packed)
 _decode_to_worker = msgspec.msgpack.Decoder(ToWorker, dec_hook=decode_packed).decode
@@ -241,17 +249,23 @@ class Worker:
         finally:
             del self._groups[play.group]
 
-    async def sample(self, group: int, token_ids: list[int], *, max_tokens: int, seed: int) -> Completion:
+    async def sample(
+        self, group: int, sample_index: int, token_ids: list[int], *, max_tokens: int, seed: int
+    ) -> Completion:
         """Return what the policy samples after `token_ids`."""
         request = next(self._numbers)
         if not self._asked:
             asyncio.get_running_loop().call_soon(self._send_asked)
-        self._asked.append(Ask(group, request, TokenIds(token_ids), max_tokens, seed))
+        self._asked.append(Ask(group, sample_index, request, TokenIds(token_ids), max_tokens, seed))
         waiting = self._waiting[request] = asyncio.get_running_loop().create_future()
         try:
             return await waiting
         finally:
             self._waiting.pop(request, None)
+
+    def leave(self, group: int, sample_index: int) -> None:
+        """Tell that a session has been played to its end."""
+        self._send(Left(group, sample_index))
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return a judge's reply, while the clock of the call stands still. Raises JudgeFailure without a reply."""
@@ -290,9 +304,19 @@ class _Asking:
     group: int
 
     async def sample(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+        self,
+        token_ids: list[int],
+        *,
+        sample_index: int,
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        affinity: Affinity,
     ) -> Completion:
-        return await self.worker.sample(self.group, token_ids, max_tokens=max_tokens, seed=seed)
+        return await self.worker.sample(self.group, sample_index, token_ids, max_tokens=max_tokens, seed=seed)
+
+    def leave(self, sample_index: int) -> None:
+        self.worker.leave(self.group, sample_index)
 
     def check(self) -> None:
         """Raise nothing: if an engine fails, the orchestrator ends the groups."""

@@ -65,6 +65,7 @@ from holdfast.orchestrator.worker import (
     Failed,
     FromWorker,
     Judged,
+    Left,
     Play,
     Played,
     Ready,
@@ -231,6 +232,9 @@ class _Running:
             case Asks(asks=asks):
                 for ask in asks:
                     self._begin_for(ask.group, lambda group, ask=ask: self._sample(ask, group))
+            case Left() as left:
+                if (group := self._groups.get(left.group)) is not None:
+                    group.sampler.leave(left.sample_index)
             case AskJudge() as ask:
                 self._begin_for(ask.group, lambda _: self._judge(ask))
             case Failed(group=0) as failed:
@@ -245,6 +249,7 @@ class _Running:
     async def _sample(self, ask: Ask, group: _PlayedGroup) -> None:
         completion = await group.sampler.sample(
             ask.token_ids.tolist(),
+            sample_index=ask.sample_index,
             sampling=self._sampling,
             max_tokens=ask.max_tokens,
             seed=ask.seed,
@@ -426,13 +431,14 @@ class Workers:
         worker.life.add_done_callback(lambda _: self._living.discard(worker))
         return worker
 
-    async def play(self, problem: Problem, step: int, sampler: TurnSampler, *, is_alone: bool = False) -> Outcome:
+    async def play(self, problem: Problem, step: int, sampler: Remembering, *, is_alone: bool = False) -> Outcome:
         """Return what `run_group` would, from a worker; a group that ends its worker fails as `on_error` says.
 
         Raises GroupKilled if the worker, or a process of the environment's own, was killed from outside.
         """
         what = context_of(problem)
         while True:
+            sampler.begin_again()
             try:
                 ended = await (self._play_alone if is_alone else self._play)(problem, step, sampler)
             except WorkerDied as death:
@@ -484,23 +490,59 @@ async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str
 
 
 class Remembering:
-    """Samples each turn of a group once, however often the group is played."""
+    """Samples each turn of a group once, however often the group is played.
+
+    Attributes:
+        asking: the sessions, by `sample_index`, that wait for a turn.
+        ended: the sessions that have been played to their end.
+        on_change: called when one of them begins to wait, or has ended.
+    """
 
     def __init__(self, sampler: TurnSampler) -> None:
         self._sampler = sampler
         # By seed, limit and digest of the prompt: the prompts of long sessions would fill the memory.
         self._turns: dict[tuple[int, int, bytes], asyncio.Task[Completion]] = {}
+        self.asking: set[int] = set()
+        self.ended: set[int] = set()
+        self.on_change: Callable[[], object] = lambda: None
+
+    def begin_again(self) -> None:
+        """Note that the group is played from its beginning, perhaps once more."""
+        self.asking.clear()
+        self.ended.clear()
 
     async def sample(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
+        self,
+        token_ids: list[int],
+        *,
+        sample_index: int,
+        sampling: Sampling,
+        max_tokens: int,
+        seed: int,
+        affinity: Affinity,
     ) -> Completion:
         key = (seed, max_tokens, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
         if key not in self._turns:
             asked = self._sampler.sample(
-                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
+                token_ids,
+                sample_index=sample_index,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                seed=seed,
+                affinity=affinity,
             )
             self._turns[key] = asyncio.create_task(asked)
-        return await asyncio.shield(self._turns[key])
+        self.asking.add(sample_index)
+        self.on_change()
+        try:
+            return await asyncio.shield(self._turns[key])
+        finally:
+            self.asking.discard(sample_index)
+
+    def leave(self, sample_index: int) -> None:
+        self.ended.add(sample_index)
+        self._sampler.leave(sample_index)
+        self.on_change()
 
     def check(self) -> None:
         self._sampler.check()
@@ -521,9 +563,9 @@ class GroupPlayer:
     sampler: TurnSampler
     workers: Mapping[str, Workers]
 
-    async def play(self, problem: Problem, step: int) -> Outcome:
+    async def play(self, problem: Problem, step: int, *, remembering: Remembering | None = None) -> Outcome:
         """Return what `run_group` does; a group whose process is killed from outside is played again."""
-        remembering = Remembering(self.sampler)
+        remembering = remembering or Remembering(self.sampler)
         try:
             outcome = await self._play_until_it_ends(problem, step, remembering)
         finally:
@@ -533,7 +575,7 @@ class GroupPlayer:
             rollout.sampling = self.config.rollouts_of(problem.settings).sampling
         return outcome
 
-    async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnSampler) -> Outcome:
+    async def _play_until_it_ends(self, problem: Problem, step: int, sampler: Remembering) -> Outcome:
         told, is_alone = "", False
         for num_killed in range(MOST_KILLED + 1):
             if told:
@@ -541,6 +583,7 @@ class GroupPlayer:
             try:
                 if (there := self.workers.get(problem.name)) is not None:
                     return await there.play(problem, step, sampler, is_alone=is_alone)
+                sampler.begin_again()
                 return await run_group(problem, step, config=self.config, tokenizer=self.tokenizer, sampler=sampler)
             except ProcessKilled as error:
                 sampler.check()

@@ -269,9 +269,10 @@ class Batch(msgspec.Struct, kw_only=True):
     """The rollouts that optimizer step `step` (from 1) trains on.
 
     Attributes:
-        policy_version: the version that the schedule asked for.
+        policy_version: the version that the schedule asked for; in rounds, that which served at the end.
         weights_digest: `run.weights` of the weights of that version that sampled it; empty where a
             teacher did.
+        older_digests: the same of each older version that sampled some of it, which only rounds have.
         teacher_digest: of the teacher that sampled or judged it; empty without one.
         rollouts: in a fixed order (problem, then sample), independent of timing.
         dropped: tasks drawn for this batch and dropped, in the order of the draw.
@@ -282,6 +283,7 @@ class Batch(msgspec.Struct, kw_only=True):
     step: int
     policy_version: int
     weights_digest: str
+    older_digests: dict[int, str] = {}
     teacher_digest: str = ""
     rollouts: list[Rollout]
     dropped: list[Dropped] = []

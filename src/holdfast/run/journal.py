@@ -66,10 +66,17 @@ def read_batch_in(directory: Path, *, step: int) -> Batch:
 
 
 class EnvironmentPosition(msgspec.Struct, frozen=True):
-    """Position in one environment: the task that comes next, and how many rollouts a problem of the batch had."""
+    """Position in one environment.
+
+    Attributes:
+        next_task: the task that comes next.
+        group_size: how many rollouts a problem of the batch had.
+        open: earlier tasks that are in no batch yet.
+    """
 
     next_task: int = 0
     group_size: int = 0
+    open: tuple[int, ...] = ()
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -126,6 +133,10 @@ class Accepted(msgspec.Struct, frozen=True):
     def next_task(self, environment: str) -> int:
         """The task of `environment` that comes next; 0 where none was made."""
         return self.environments.get(environment, EnvironmentPosition()).next_task
+
+    def open(self, environment: str) -> tuple[int, ...]:
+        """The tasks of `environment` that are drawn and in no batch yet."""
+        return self.environments.get(environment, EnvironmentPosition()).open
 
     def group_size(self, environment: str) -> int:
         """How many rollouts a problem of `environment` has in the last batch; 0 where none was made."""

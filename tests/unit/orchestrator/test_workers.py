@@ -202,7 +202,7 @@ def test_a_turn_with_another_limit_is_another_turn() -> None:
     async def ask() -> list[object]:
         sampler: Any = SimpleNamespace(sample=sample)
         remembering: Any = workers.Remembering(sampler)
-        same = {"sampling": None, "seed": 1, "affinity": None}
+        same = {"sample_index": 0, "sampling": None, "seed": 1, "affinity": None}
         return [await remembering.sample([5], max_tokens=most, **same) for most in (3, 2, 3)]
 
     assert asyncio.run(ask()) == [3, 2, 3] and asked == [3, 2]

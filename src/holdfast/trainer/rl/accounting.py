@@ -103,7 +103,9 @@ def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
     for one in batch.dropped:
         left_out.setdefault(one.environment, []).append(one.task_id)
     for name in sorted(groups.keys() | left_out.keys() | before.environments.keys() | after.environments.keys()):
-        expected = range(before.next_task(name), after.next_task(name))
+        drawn = [*before.open(name), *range(before.next_task(name), after.next_task(name))]
+        _check_open(batch.step, name, after.open(name), drawn)
+        expected = sorted(set(drawn) - set(after.open(name)))
         _check_environment(batch.step, name, list(groups.get(name, {})), left_out.get(name, []), expected)
     for name, tasks in groups.items():
         group_size = after.group_size(name)
@@ -123,9 +125,18 @@ def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
         _check_counts(batch.step, f"drops ({reason})", dropped.get(reason, Counts()), counted)
 
 
-def _check_environment(step: int, name: str, tasks: list[int], dropped: list[int], expected: range) -> None:
+def _check_open(step: int, name: str, is_open: Sequence[int], drawn: Sequence[int]) -> None:
+    """Check that tasks that stay open were drawn, and are in no earlier batch."""
+    if surplus := sorted(set(is_open) - set(drawn)):
+        raise TrainingError(
+            f"batch {step}: the orchestrator's state says that {_listed(surplus)} of environment '{name}' are open, "
+            "which were trained before, or were never drawn. Nothing of this batch is trained."
+        )
+
+
+def _check_environment(step: int, name: str, tasks: list[int], dropped: list[int], expected: list[int]) -> None:
     """Check that `tasks` and `dropped` together are `expected`, both in order and nothing twice."""
-    if tasks == sorted(tasks) and dropped == sorted(dropped) and sorted(tasks + dropped) == list(expected):
+    if tasks == sorted(tasks) and dropped == sorted(dropped) and sorted(tasks + dropped) == expected:
         return
     found = Counter(tasks + dropped)
     missing, surplus = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
@@ -135,7 +146,8 @@ def _check_environment(step: int, name: str, tasks: list[int], dropped: list[int
         *([f"{_listed(surplus)} trained before or too early"] if surplus else []),
         *([f"{_listed(doubled)} more than once"] if doubled else []),
     ]
-    span = f"tasks {expected.start} to {expected.stop - 1}" if expected else f"no task (the next is {expected.start})"
+    is_span = expected == list(range(expected[0], expected[-1] + 1)) if expected else False
+    span = f"tasks {expected[0]} to {expected[-1]}" if is_span else f"tasks {_listed(expected)}" if expected else "no task"
     drops = f" and drops {_listed(dropped)}" if dropped else ""
     raise TrainingError(
         f"batch {step}: environment '{name}' has {span} in turn by the orchestrator's states, and the batch "
@@ -158,23 +170,24 @@ def _listed(numbers: Sequence[int], most: int = 8) -> str:
 
 
 def check_provenance(run_dir: RunDir, batch: Batch) -> bool:
-    """Return whether `batch` was sampled by the published weights of its version; say so where it was not.
+    """Return whether `batch` was sampled by the published weights of its versions; say so where it was not.
 
     A trainer that resumes from a checkpoint makes the versions after it again, and trains on batches that the versions
     before the restart sampled. If a machine repeats its bits, these are the same weights. If not, the batch is as stale
     as the two differ, though their number is the same. Weights that are not published any more are not compared, nor is
-    a batch that a teacher sampled. Reads one small file.
+    a batch that a teacher sampled. Reads a small file for each version.
     """
-    path = run_dir.weights_of(batch.policy_version)
-    if not batch.weights_digest or not is_committed(path):
-        return True
-    published = listed_digest(read_manifest(path), path)
-    if published == batch.weights_digest:
-        return True
-    report(
-        f"WARNING: batch {batch.step} was sampled by other weights than version {batch.policy_version} has now: digest "
-        f"{batch.weights_digest}, published is {published}. This machine did not repeat the bits of the steps that it "
-        "trained again; the batch is trained all the same, with the log-probabilities of what sampled it",
-        step=batch.step,
-    )
-    return False
+    for version, digest in {**batch.older_digests, batch.policy_version: batch.weights_digest}.items():
+        path = run_dir.weights_of(version)
+        if not digest or not is_committed(path):
+            continue
+        published = listed_digest(read_manifest(path), path)
+        if published != digest:
+            report(
+                f"WARNING: batch {batch.step} was sampled by other weights than version {version} has now: digest "
+                f"{digest}, published is {published}. This machine did not repeat the bits of the steps that it "
+                "trained again; the batch is trained all the same, with the log-probabilities of what sampled it",
+                step=batch.step,
+            )
+            return False
+    return True
