@@ -37,6 +37,8 @@ OTHER_HITS = {
     "--outages": (0, "how often an object store is away"),
     "--evictions": (0, "how often the run goes on on an empty machine"),
 }
+# Rounds of fewer tokens than answers have.
+IN_ROUNDS = ("--orchestrator.schedule", "rounds", "--async-level", "2", "--orchestrator.round-tokens", "5")
 _SHORT_TURNS = ("--orchestrator.sampling.max-tokens", "8")
 
 
@@ -54,15 +56,17 @@ def main() -> int:
     flags = (*flags, "--trainer.parallel.num-ranks", str(arguments.ranks))
     flags = (*flags, "--trainer.parallel.threads", "1", "--inference.engines", str(arguments.engines))
     flags = (*flags, "--inference.server.port", str(arguments.port or free_port(arguments.engines)))
-    turns = 1
+    turns = 1 if arguments.schedule == "strict" else None
+    if arguments.schedule == "rounds":
+        flags = (*flags, *IN_ROUNDS)
     if arguments.slow_tool:
-        turns = 2
+        turns = turns and 2
         flags = (*flags, "--orchestrator.environments", '[{"id": "tests.chaos.slow_tool:SlowTool"}]', *_SHORT_TURNS)
     with contextlib.ExitStack() as stack:
         disk = judge = None
         if arguments.everything:
             judge = stack.enter_context(JudgeProcess(folder / "asked"))
-            turns, flags = TURNS, (*flags, *settings_of(judge.port))
+            turns, flags = turns and TURNS, (*flags, *settings_of(judge.port))
         store = stack.enter_context(Store()) if arguments.outages or arguments.evictions else None
         if arguments.full_disks:
             disk = stack.enter_context(SmallDisk(folder / "run", size_mib=_DISK_MIB))
@@ -110,6 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     for flag, (default, words) in OTHER_HITS.items():
         parser.add_argument(flag, type=int, default=default, help=words)
     parser.add_argument("--slow-tool", action="store_true", help="sessions of two turns with a slow tool between them")
+    parser.add_argument("--schedule", choices=["strict", "rounds"], default="strict", help="of the batches")
     parser.add_argument("--everything", action="store_true", help="with all that plays, scores and tells")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--engines", type=int, default=1, help="inference servers of the run")

@@ -280,6 +280,11 @@ class OrchestratorConfig(Command):
             return self
         if self.teacher is not None:
             raise ValueError("schedule = 'rounds' is for answers of the policy alone: leave teacher out")
+        if found := [section.label for section in self.environments if section.id.startswith("verifiers:")]:
+            raise ValueError(
+                f"environment '{found[0]}' of verifiers plays in a process whose episodes may wait for one another, "
+                "which schedule = 'rounds' has no place for: take the strict schedule"
+            )
         if self.dynamic_sampling is not None:
             raise ValueError(
                 "schedule = 'rounds' draws as many problems as a batch has, and dynamic_sampling draws more: leave one "

@@ -343,6 +343,11 @@ class Sampler:
         """Raise the failure of an engine or of the log, if there is one."""
         self._failure.check()
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether a request is in flight."""
+        return bool(self._requests)
+
     def stop(self, failure: Exception) -> None:
         """End the batch with `failure`, unless another came first."""
         self._failure.set(failure)

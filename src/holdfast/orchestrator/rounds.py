@@ -36,6 +36,8 @@ _log = logging.getLogger("orchestrator")
 # A group is scored while the next round is played, and collected after it.
 _SCORING_ROUNDS = 1
 
+_TELL_AFTER_S = 60.0
+
 # Digest of the prompt, distribution, most tokens, seed: what a part depends on beside the weights.
 _PartKey = tuple[str, Sampling, int, int]
 
@@ -68,9 +70,8 @@ class _LiveGroup:
         self.outcome: Outcome | None = None
         self._maker = maker
         self._clocks = [_Clock(first) for first in entry.first_rounds]
-        self._changed = asyncio.Event()
         self._turns = Remembering(self)
-        self._turns.on_change = self._changed.set
+        self._turns.is_resting = lambda: not self._has_ended and self._is_settled()
         player = GroupPlayer(maker.config, maker.tokenizer, self, maker.workers)
         self._playing = asyncio.create_task(player.play(problem, entry.step, remembering=self._turns))
         self._playing.add_done_callback(self._note_end)
@@ -103,11 +104,26 @@ class _LiveGroup:
         has_waited = False
         while not self._is_settled():
             has_waited = True
-            self._changed.clear()
-            await self._changed.wait()
+            self._turns.changed.clear()
+            await self._wait_for_change()
         if self._playing.done():
             self._playing.result()  # an environment that stops the run
         return has_waited
+
+    async def _wait_for_change(self) -> None:
+        try:
+            async with asyncio.timeout(_TELL_AFTER_S):
+                await self._turns.changed.wait()
+        except TimeoutError:
+            if not self._maker.sampler.is_asking:
+                _log.warning(
+                    "round %d waits for environment '%s', task %d: a session has neither sampled nor ended for %.0f s. "
+                    "It must not wait for another session, such as for a lock that is held during sample()",
+                    self._maker.round,
+                    self.problem.name,
+                    self.problem.task_id,
+                    _TELL_AFTER_S,
+                )
 
     def _is_settled(self) -> bool:
         return self._playing.done() or all(
@@ -133,7 +149,7 @@ class _LiveGroup:
         error = None if playing.cancelled() else playing.exception()
         if isinstance(error, Exception):
             self._maker.sampler.stop(error)  # now, not when the groups before have settled
-        self._changed.set()
+        self._turns.changed.set()
 
     async def close(self) -> None:
         """Stop playing."""
@@ -188,7 +204,7 @@ class _LiveGroup:
         """Return how many tokens the session may sample in this round, as soon as there is one."""
         while self._is_over(clock):
             clock.is_waiting = True
-            self._changed.set()
+            self._turns.changed.set()
             await self._maker.next_round.wait()
             clock.is_waiting = False
         # No more than to the end of a round, also after a restart, when several are open: the parts must be the same.
@@ -214,6 +230,10 @@ class _LiveGroup:
         else:
             self._maker.num_reused += 1
         return found.completions[0]
+
+
+def _order(part: Answer) -> tuple[int, int, str]:
+    return part.seeds[0], part.max_tokens, part.prompt
 
 
 def _joined(parts: Sequence[Completion]) -> Completion:
@@ -329,7 +349,8 @@ class RoundsMaker(BatchMaker):
         """Write what is open into the state."""
         rounds.round = self.round
         rounds.open = [group.entry for group in self._open]
-        rounds.parts = _encode([list(group.parts.values()) for group in self._open])
+        # Sorted: engines answer in any order, and the state depends on counts alone.
+        rounds.parts = _encode([sorted(group.parts.values(), key=_order) for group in self._open])
         for name, position in state.environments.items():
             position.open = sorted(entry.task_id for entry in rounds.open if entry.environment == name)
         parts = [part for group in self._open for part in group.parts.values()]

@@ -441,6 +441,9 @@ class Workers:
             sampler.begin_again()
             try:
                 ended = await (self._play_alone if is_alone else self._play)(problem, step, sampler)
+            except _AtRest:
+                is_alone = False
+                continue
             except WorkerDied as death:
                 is_named = str(death).startswith(what)
                 told = str(death) if is_named else f"{what}: {death}"
@@ -466,13 +469,29 @@ class Workers:
             await worker.close()  # it would not free its memory
         return ended
 
-    async def _play_alone(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
+    async def _play_alone(self, problem: Problem, step: int, sampler: Remembering) -> Played | Failed:
+        """Return the result of a group from a worker of its own.
+
+        Raises _AtRest if it waits for the next round, for which other groups may need the place of this worker.
+        """
         async with self._alone:
             worker = self._new()
+            playing = asyncio.create_task(worker.play(problem, step, sampler))
+            resting = asyncio.create_task(sampler.rest())
             try:
-                return await worker.play(problem, step, sampler)
+                await asyncio.wait((playing, resting), return_when=asyncio.FIRST_COMPLETED)
+                if not playing.done():
+                    raise _AtRest
+                return playing.result()
             finally:
+                for one in (playing, resting):
+                    one.cancel()
+                await asyncio.gather(playing, resting, return_exceptions=True)
                 await worker.close()
+
+
+class _AtRest(Exception):
+    """A group that is played alone has done no harm, and waits for the next round."""
 
 
 def _is_out_of_memory(ended: Played | Failed) -> bool:
@@ -495,7 +514,8 @@ class Remembering:
     Attributes:
         asking: the sessions, by `sample_index`, that wait for a turn.
         ended: the sessions that have been played to their end.
-        on_change: called when one of them begins to wait, or has ended.
+        changed: set when one of them begins to wait, or has ended.
+        is_resting: whether all that go on wait for the next round.
     """
 
     def __init__(self, sampler: TurnSampler) -> None:
@@ -504,7 +524,8 @@ class Remembering:
         self._turns: dict[tuple[int, int, bytes], asyncio.Task[Completion]] = {}
         self.asking: set[int] = set()
         self.ended: set[int] = set()
-        self.on_change: Callable[[], object] = lambda: None
+        self.changed = asyncio.Event()
+        self.is_resting: Callable[[], bool] = lambda: False
 
     def begin_again(self) -> None:
         """Note that the group is played from its beginning, perhaps once more."""
@@ -533,7 +554,7 @@ class Remembering:
             )
             self._turns[key] = asyncio.create_task(asked)
         self.asking.add(sample_index)
-        self.on_change()
+        self.changed.set()
         try:
             return await asyncio.shield(self._turns[key])
         finally:
@@ -542,7 +563,13 @@ class Remembering:
     def leave(self, sample_index: int) -> None:
         self.ended.add(sample_index)
         self._sampler.leave(sample_index)
-        self.on_change()
+        self.changed.set()
+
+    async def rest(self) -> None:
+        """Wait until all sessions that go on wait for the next round; for ever without rounds."""
+        while not self.is_resting():
+            self.changed.clear()
+            await self.changed.wait()
 
     def check(self) -> None:
         self._sampler.check()

@@ -2,20 +2,26 @@
 
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.orchestrator.env.interface import Score, Session, Task
 from holdfast.orchestrator.state import read_state
 from holdfast.protocol.rollouts import Rollout
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.rl.accounting import check_tasks
+from tests.runs.environments import TwoTurns
 from tests.servers.orchestrator_fakes import (
     FakeEngine,
     commit_checkpoint,
     make_config,
+    played,
     publish_weights,
     read_rollouts,
     rollouts_of,
@@ -24,7 +30,14 @@ from tests.servers.orchestrator_fakes import (
     serving,
 )
 
+TWO_TURNS = "tests.runs.environments:TwoTurns"
 ROUNDS: dict[str, Any] = {"schedule": "rounds", "async_level": 2, "round_tokens": 4}
+
+
+class AsksInScore(TwoTurns):
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        await sessions[0].sample()
+        return [Score(0.0) for _ in sessions]
 
 
 def _in_rounds(directory: Path, *engines: FakeEngine, **changes: Any) -> list[tuple[int, list[Rollout]]]:
@@ -32,7 +45,7 @@ def _in_rounds(directory: Path, *engines: FakeEngine, **changes: Any) -> list[tu
 
 
 def test_without_staleness_the_batches_are_those_of_the_strict_schedule(tmp_path: Path) -> None:
-    common = {"async_level": 0, "environments": [{"id": "tests.runs.environments:TwoTurns"}, {"id": "reverse_text"}]}
+    common = {"async_level": 0, "environments": [{"id": TWO_TURNS}, {"id": "reverse_text"}]}
     strict = rollouts_of(tmp_path / "strict", FakeEngine(), schedule="strict", **common)
     assert rollouts_of(tmp_path / "rounds", FakeEngine(), schedule="rounds", **common) == strict
 
@@ -65,7 +78,7 @@ def test_speed_engines_and_slots_decide_nothing(tmp_path: Path) -> None:
 def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batches(
     tmp_path: Path, killed_at: int
 ) -> None:
-    common = ROUNDS | {"environments": [{"id": "tests.runs.environments:TwoTurns"}]}
+    common = ROUNDS | {"environments": [{"id": TWO_TURNS}]}
     undisturbed = FakeEngine()
     straight = rollouts_of(tmp_path / "straight", undisturbed, **common)
     engine = FakeEngine()
@@ -104,3 +117,50 @@ def test_the_ledger_closes_with_what_is_open(tmp_path: Path) -> None:
         assert state.rounds is not None
         assert [entry.task_id for entry in state.rounds.open] == list(after.open("reverse_text"))
         assert len(state.rounds.open) >= 3
+
+
+def _faulty(directory: Path, faults: dict[str, str], **settings: Any) -> list[tuple[list[Rollout], list[Any]]]:
+    directory.mkdir()
+    args = {"faults": faults, "marks": str(directory)}
+    section = {"id": "tests.runs.faulty_environment:Faulty", "name": "mine", "args": args, **settings}
+    return [(batch.rollouts, batch.dropped) for batch in played(directory, section, max_steps=4, **ROUNDS)]
+
+
+@pytest.mark.launch
+def test_workers_and_their_deaths_change_nothing(tmp_path: Path) -> None:
+    straight = _faulty(tmp_path / "here", {})
+    faults = {"1": "killed once", "4": "exits once", "6": "detached once", "9": "killed once"}
+    assert _faulty(tmp_path / "workers", faults, workers=2) == straight
+
+
+def test_a_group_that_fails_is_dropped_or_ends_the_run(tmp_path: Path) -> None:
+    made = _faulty(tmp_path / "dropped", {"1": "raises", "5": "raises"}, on_error="drop")
+    assert [one.task_id for _, dropped in made for one in dropped] == [1, 5]
+    assert len({rollout.task_id for rollouts, _ in made for rollout in rollouts}) == 4 * 3 - 2
+    with pytest.raises(EnvironmentFailure, match=r"failed on task 5 .*: score\(\) raised KeyError"):
+        _faulty(tmp_path / "stopped", {"5": "raises"})
+
+
+def test_what_has_no_place_in_rounds_is_refused(tmp_path: Path) -> None:
+    for changes, said in (
+        ({"schedule": "strict"}, "round_tokens is for schedule = 'rounds'"),
+        ({"dynamic_sampling": {}}, "and dynamic_sampling draws more"),
+        ({"teacher": {"model": "a", "urls": ["http://127.0.0.1:1"]}}, "for answers of the policy alone"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            OrchestratorConfig.model_validate({"environments": [{"id": "a"}], **ROUNDS, **changes})
+    with pytest.raises(ConfigError, match="samples in score\\(\\), for which rounds have no place"):
+        _in_rounds(tmp_path, FakeEngine(), environments=[{"id": f"{__name__}:AsksInScore"}])
+
+
+def test_open_groups_are_not_left_behind(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    _in_rounds(tmp_path, engine, max_steps=3)
+    commit_checkpoint(RunDir(tmp_path), 3)
+    for changes, said in (
+        ({"schedule": "strict", "round_tokens": None}, r"\d groups are open after batch 3, which was made in rounds"),
+        ({"group_size": 2}, "was drawn in rounds for a group of 4, which the settings have no more"),
+        ({"environments": [{"id": "reverse_text", "name": "other"}]}, "environment 'reverse_text' is open"),
+    ):
+        with serving(engine), pytest.raises(ConfigError, match=said):
+            run(make_config(tmp_path, engine, ckpt={"resume_step": 3}, **(ROUNDS | changes)), start=3)

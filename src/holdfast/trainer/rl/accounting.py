@@ -147,7 +147,9 @@ def _check_environment(step: int, name: str, tasks: list[int], dropped: list[int
         *([f"{_listed(doubled)} more than once"] if doubled else []),
     ]
     is_span = expected == list(range(expected[0], expected[-1] + 1)) if expected else False
-    span = f"tasks {expected[0]} to {expected[-1]}" if is_span else f"tasks {_listed(expected)}" if expected else "no task"
+    span = (
+        f"tasks {expected[0]} to {expected[-1]}" if is_span else f"tasks {_listed(expected)}" if expected else "no task"
+    )
     drops = f" and drops {_listed(dropped)}" if dropped else ""
     raise TrainingError(
         f"batch {step}: environment '{name}' has {span} in turn by the orchestrator's states, and the batch "
