@@ -11,6 +11,7 @@ from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME
 from holdfast.orchestrator.judge_client import Replied
 from holdfast.run.record_log import read_records
 from holdfast.run.run_dir import RunDir
+from tests.chaos.__main__ import IN_ROUNDS
 from tests.chaos.disk import SmallDisk
 from tests.chaos.driver import JUDGE, Chaos
 from tests.chaos.everything import AT_ONCE, PLAYERS, TURNS, JudgeProcess, has_sandbox, settings_of
@@ -46,6 +47,19 @@ def test_a_run_that_is_hit_often_ends_alike(rl_server: UsedServer, reference: Co
         batches = chaos.witness.batches().values()
         largest = max(sum(sum(rollout.loss_mask) for rollout in made[-1].rollouts) for made in batches)
         assert 0 <= in_flight < (len(chaos.blows) + chaos.storage_waits() + 1) * largest
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.launch
+def test_a_run_in_rounds_that_is_hit_often_ends_alike(rl_server: UsedServer, tmp_path: Path) -> None:
+    """Also with two turns and a slow tool: answers in the middle go on from their parts."""
+    environment = ("--orchestrator.environments", '[{"id": "tests.chaos.slow_tool:SlowTool"}]')
+    flags = (*rl_server.flags, *IN_ROUNDS, *environment, "--max-steps", "12", "--ckpt.interval", "3")
+    reference = succeeded(tmp_path / "reference", *flags)
+    hits = draw(4, _SEED, shares(engines=0), steps_per_hit=2)
+    chaos = Chaos(tmp_path / "run", hits, *flags).run(timeout_s=1500)
+    check(chaos, reference, max_steps=12, turns=None)
+    assert chaos.blows
 
 
 def evaluated(run_dir: RunDir) -> dict[str, list[bytes]]:

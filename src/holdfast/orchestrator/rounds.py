@@ -1,7 +1,7 @@
 """Makes batches in rounds, so that no engine waits for the slowest answer of a batch (`schedule = "rounds"`).
 
 The clock is tokens. In a round every session in a slot samples `round_tokens` tokens, or ends. Between two rounds, in
-an order that depends on counts alone, finished groups are collected, a batch is taken, tasks are drawn, and sessions
+an order that depends only on counts, finished groups are collected, a batch is taken, tasks are drawn, and sessions
 take the free slots. New weights are served when a batch has been taken. So the seed and the tokens decide which version
 samples which token, and which groups meet in a batch. Time decides nothing, and a killed run makes the same rounds.
 
@@ -189,7 +189,7 @@ class _LiveGroup:
                 token_ids,
                 sampling=sampling,
                 max_tokens=most,
-                # A part of its own seed: the engine's random numbers begin anew with each request.
+                # A seed for each part: an engine starts its random numbers again with each request.
                 seed=stable_seed("part", seed, position) if position else seed,
                 affinity=affinity,
             )
@@ -253,7 +253,7 @@ def _joined(parts: Sequence[Completion]) -> Completion:
 class RoundsMaker(BatchMaker):
     """Makes one batch after another in rounds; groups stay open between batches.
 
-    With `async_level` 0 there is nothing to mix, and a round has no end: the batches are those of the strict schedule.
+    With `async_level` 0 a round has no end, and the batches equal the batches of the strict schedule.
 
     Attributes:
         round: the round that is played, or was played last; -1 before the first.
@@ -349,7 +349,7 @@ class RoundsMaker(BatchMaker):
         """Write what is open into the state."""
         rounds.round = self.round
         rounds.open = [group.entry for group in self._open]
-        # Sorted: engines answer in any order, and the state depends on counts alone.
+        # Sorted, because engines answer in any order.
         rounds.parts = _encode([sorted(group.parts.values(), key=_order) for group in self._open])
         for name, position in state.environments.items():
             position.open = sorted(entry.task_id for entry in rounds.open if entry.environment == name)

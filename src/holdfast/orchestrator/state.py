@@ -75,7 +75,7 @@ class OpenGroup(msgspec.Struct, kw_only=True):
 
 
 class RoundsState(msgspec.Struct, kw_only=True):
-    """What `schedule = "rounds"` continues from.
+    """The state of `schedule = "rounds"` between two rounds.
 
     Attributes:
         round: the last round that was played; -1 before the first.

@@ -514,8 +514,8 @@ class Remembering:
     Attributes:
         asking: the sessions, by `sample_index`, that wait for a turn.
         ended: the sessions that have been played to their end.
-        changed: set when one of them begins to wait, or has ended.
-        is_resting: whether all that go on wait for the next round.
+        changed: set when a session begins to wait, or has ended.
+        is_resting: whether all other sessions wait for the next round.
     """
 
     def __init__(self, sampler: TurnSampler) -> None:
@@ -566,7 +566,7 @@ class Remembering:
         self.changed.set()
 
     async def rest(self) -> None:
-        """Wait until all sessions that go on wait for the next round; for ever without rounds."""
+        """Wait until all sessions that have not ended wait for the next round; for ever without rounds."""
         while not self.is_resting():
             self.changed.clear()
             await self.changed.wait()
