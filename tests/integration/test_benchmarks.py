@@ -91,3 +91,12 @@ def test_a_shared_prompt_is_computed_once_for_its_eight_answers() -> None:
     assert tokens["apart"] - tokens["shared"] == 2 * 7 * 64
     assert tokens["trl"] >= tokens["apart"], "padded to the longest"
     assert re.search(r"^  trl / shared: \d", done.stdout, re.M)
+
+
+def test_rounds_keep_engines_fuller_in_the_model() -> None:
+    printed = printed_by("schedule", "--engines", "1", "--tokens", "256", "--answers", "2")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()[2:]]
+    assert len(rows) == 2
+    for named, *shares in rows:
+        strict, in_rounds, kept = map(float, shares)
+        assert 1.35 * strict < in_rounds < kept < 1, named

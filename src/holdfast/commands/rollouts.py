@@ -91,6 +91,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         "step": batch.step,
         "policy_version": batch.policy_version,
         "weights_digest": batch.weights_digest,
+        "older_digests": batch.older_digests,
         "teacher_digest": batch.teacher_digest,
         "sampling": {name: msgspec.to_builtins(sampling) for name, sampling in _samplings(batch).items()},
         "metrics": batch.metrics,
@@ -131,7 +132,8 @@ def _at(batch: Batch) -> str:
 def _sampler(batch: Batch) -> str:
     if not batch.weights_digest:
         return f"the teacher with digest {batch.teacher_digest}"
-    return f"version {batch.policy_version} with digest {batch.weights_digest}"
+    older = "".join(f", version {version} with digest {digest}" for version, digest in batch.older_digests.items())
+    return f"version {batch.policy_version} with digest {batch.weights_digest}{older}"
 
 
 def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) -> Report:

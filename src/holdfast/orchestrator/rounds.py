@@ -2,12 +2,12 @@
 
 The clock is tokens. In a round every session in a slot samples `round_tokens` tokens, or ends. Between two rounds, in
 an order that depends only on counts, finished groups are collected, a batch is taken, tasks are drawn, and sessions
-take the free slots. New weights are served when a batch has been taken. So the seed and the tokens decide which version
+take the free slots. New weights are served when a batch has been taken. The seed and the tokens decide which version
 samples which token, and which groups meet in a batch. Time decides nothing, and a killed run makes the same rounds.
 
 A part is what a session samples of a turn in one round: one request to the engines. The state after a batch holds the
-parts of all open groups, so a batch and what it leaves open stand in one rename. After a restart the environments of
-the open groups run again, and get the same parts. Open groups stay open while the batches before them are published.
+parts of all open groups, and one rename publishes both. After a restart the environments of the open groups run again,
+and get the same parts.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ class _Clock:
         first: -1: it waits for a slot.
         used: tokens that it has sampled.
         is_waiting: for the next round.
+        has_ended: also while a group is played once more, because its worker has died.
     """
 
     first: int
     used: int = 0
     is_waiting: bool = False
+    has_ended: bool = False
 
 
 class _LiveGroup:
@@ -86,11 +88,11 @@ class _LiveGroup:
         """How many sessions have a slot."""
         if self._has_ended:
             return 0
-        return sum(clock.first >= 0 and i not in self._turns.ended for i, clock in enumerate(self._clocks))
+        return sum(clock.first >= 0 and not clock.has_ended for clock in self._clocks)
 
     @property
     def _has_ended(self) -> bool:
-        return self._playing.done() or len(self._turns.ended) == len(self._clocks)
+        return self._playing.done() or all(clock.has_ended for clock in self._clocks)
 
     def admit(self, number: int, *, first: int) -> int:
         """Give slots to at most `number` sessions, from round `first` on; return how many it took."""
@@ -127,7 +129,7 @@ class _LiveGroup:
 
     def _is_settled(self) -> bool:
         return self._playing.done() or all(
-            i in self._turns.ended or (i in self._turns.asking and clock.is_waiting and self._is_over(clock))
+            clock.has_ended or (i in self._turns.asking and clock.is_waiting and self._is_over(clock))
             for i, clock in enumerate(self._clocks)
         )
 
@@ -161,7 +163,9 @@ class _LiveGroup:
         self._maker.sampler.check()
 
     def leave(self, sample_index: int) -> None:
-        """`Remembering` knows which sessions have ended."""
+        """Note that a session has ended."""
+        if 0 <= sample_index < len(self._clocks):  # a worker sends it
+            self._clocks[sample_index].has_ended = True
 
     async def sample(
         self,
@@ -174,11 +178,11 @@ class _LiveGroup:
         affinity: Affinity,
     ) -> Completion:
         """Return one continuation of `token_ids`, part after part."""
-        if sample_index in self._turns.ended:
+        if self._clocks[sample_index].has_ended:
             self._maker.sampler.stop(
                 ConfigError(
-                    f"environment '{self.problem.name}' samples in score(), for which rounds have no place: set "
-                    "orchestrator.schedule = 'strict', or sample in run()"
+                    f"environment '{self.problem.name}' samples after run() has ended (in score(), or because it does "
+                    "not repeat itself), for which rounds have no place: set orchestrator.schedule = 'strict'"
                 )
             )
             self.check()
@@ -271,6 +275,12 @@ class RoundsMaker(BatchMaker):
     def round_tokens(self) -> int:
         """The tokens of a round; 0: no end."""
         return (self.config.round_tokens or 256) if self.config.async_level else 0
+
+    @property
+    def most_sessions(self) -> int:
+        """How many sessions have a slot at once, at most; the engines themselves hold a round without an end back."""
+        most = super().most_sessions
+        return most if self.round_tokens else max(most, self.config.problems_per_step * self.config.largest_group)
 
     async def make(self, step: int, weights: PublishedWeights) -> Selection:
         """Return the groups of batch `step`: the oldest that are done, sampled by `weights` and versions before them.

@@ -491,7 +491,7 @@ class Workers:
 
 
 class _AtRest(Exception):
-    """A group that is played alone has done no harm, and waits for the next round."""
+    """A group that has a worker of its own has done no harm, and waits for the next round."""
 
 
 def _is_out_of_memory(ended: Played | Failed) -> bool:
@@ -513,7 +513,6 @@ class Remembering:
 
     Attributes:
         asking: the sessions, by `sample_index`, that wait for a turn.
-        ended: the sessions that have been played to their end.
         changed: set when a session begins to wait, or has ended.
         is_resting: whether all other sessions wait for the next round.
     """
@@ -523,14 +522,12 @@ class Remembering:
         # By seed, limit and digest of the prompt: the prompts of long sessions would fill the memory.
         self._turns: dict[tuple[int, int, bytes], asyncio.Task[Completion]] = {}
         self.asking: set[int] = set()
-        self.ended: set[int] = set()
         self.changed = asyncio.Event()
         self.is_resting: Callable[[], bool] = lambda: False
 
     def begin_again(self) -> None:
         """Note that the group is played from its beginning, perhaps once more."""
         self.asking.clear()
-        self.ended.clear()
 
     async def sample(
         self,
@@ -561,7 +558,6 @@ class Remembering:
             self.asking.discard(sample_index)
 
     def leave(self, sample_index: int) -> None:
-        self.ended.add(sample_index)
         self._sampler.leave(sample_index)
         self.changed.set()
 

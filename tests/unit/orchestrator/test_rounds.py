@@ -47,7 +47,9 @@ def _in_rounds(directory: Path, *engines: FakeEngine, **changes: Any) -> list[tu
 def test_without_staleness_the_batches_are_those_of_the_strict_schedule(tmp_path: Path) -> None:
     common = {"async_level": 0, "environments": [{"id": TWO_TURNS}, {"id": "reverse_text"}]}
     strict = rollouts_of(tmp_path / "strict", FakeEngine(), schedule="strict", **common)
-    assert rollouts_of(tmp_path / "rounds", FakeEngine(), schedule="rounds", **common) == strict
+    for room in (3, 256):
+        few = {"client": {"max_concurrency": room}}
+        assert rollouts_of(tmp_path / f"rounds_{room}", FakeEngine(), schedule="rounds", **common, **few) == strict
 
 
 def test_groups_of_several_batches_go_on_side_by_side(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_what_has_no_place_in_rounds_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             OrchestratorConfig.model_validate({"environments": [{"id": "a"}], **ROUNDS, **changes})
-    with pytest.raises(ConfigError, match="samples in score\\(\\), for which rounds have no place"):
+    with pytest.raises(ConfigError, match="samples after run\\(\\) has ended .*, for which rounds have no place"):
         _in_rounds(tmp_path, FakeEngine(), environments=[{"id": f"{__name__}:AsksInScore"}])
 
 

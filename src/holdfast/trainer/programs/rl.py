@@ -125,7 +125,8 @@ def _last_probed(session: TrainSession[Policy], config: TrainerConfig) -> int:
 
     Up to there versions carry a canary, which costs a pass over the whole model. Collective.
     """
-    begins_with = max(session.run_dir.published_batches(), default=0) - config.async_level
+    # In rounds with the weights before the last; with more `async_level` the strict schedule begins with older ones.
+    begins_with = max(session.run_dir.published_batches(), default=0) - min(1, config.async_level)
     version = max(session.progress.step, begins_with)
     return int(session.mesh.max({"version": float(version)})["version"])
 

@@ -1,0 +1,175 @@
+"""How full engines are under the two schedules, in virtual time: `python -m benchmarks.schedule`.
+
+A model, not a measurement. The engine is an H100 with a model of 8B parameters in bfloat16: a decode step with b answers
+takes 6.5 ms and 0.03 ms for each answer, and a token of prefill takes 25 us. Answers are log-normal (sigma 1) up to a
+maximum. The trainer needs 0.9 of the time in which engines that are always full sample a batch. Prints tokens a second
+as a share of such engines. `rounds` follows the rules of `holdfast.orchestrator.rounds`: its cache is cleared at a swap,
+so what runs is computed again. `kept` shows what an engine could reach that keeps the cache.
+"""
+
+import argparse
+import functools
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+BASE_S, ANSWER_S, PREFILL_S = 6.5e-3, 3e-5, 2.5e-5
+SLOTS, GROUP, PROMPT = 256, 8, 300
+# Of each round: the requests, and the tokens of the last block that are computed again.
+ROUND_S, TAIL = 2e-3, 16
+STEPS = 24
+
+
+@dataclass
+class Answer:
+    """An answer that has `left` tokens to sample; `begins` until its first round has been played."""
+
+    group: int
+    left: int
+    done: int = 0
+    begins: bool = True
+
+
+@dataclass
+class Cluster:
+    """Engines, the lengths of their answers, and the time of a training step."""
+
+    engines: int
+    answers: int
+    median: float
+    longest: int
+    draws: random.Random = field(default_factory=lambda: random.Random(3))
+
+    def length(self) -> int:
+        """Return the tokens of the next answer."""
+        return max(8, min(self.longest, int(self.draws.lognormvariate(0.0, 1.0) * self.median)))
+
+    @property
+    def bound(self) -> float:
+        """Tokens a second of engines that are always full."""
+        mean = mean_length(self.median, self.longest)
+        return self.engines / ((BASE_S + ANSWER_S * SLOTS) / SLOTS + PREFILL_S * PROMPT / mean)
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of a training step."""
+        return 0.9 * self.answers * mean_length(self.median, self.longest) / self.bound
+
+    def lengths(self, number: int) -> Iterator[int]:
+        """Return the tokens of so many answers."""
+        return (self.length() for _ in range(number))
+
+
+@functools.cache
+def mean_length(median: float, longest: int) -> float:
+    """Return the mean tokens of an answer."""
+    return statistics.fmean(Cluster(1, 1, median, longest).lengths(20000))
+
+
+def played(run: list[Answer], tokens: int, *, swapped: bool) -> tuple[float, int]:
+    """Let each answer of one engine sample at most so many tokens; return the seconds and the number of tokens."""
+    seconds = sum(PROMPT * PREFILL_S for answer in run if answer.begins)
+    if swapped:
+        seconds += sum((PROMPT + answer.done) * PREFILL_S for answer in run if not answer.begins)
+    parts = sorted(min(answer.left, tokens) for answer in run)
+    before, running = 0, len(run)
+    for part in parts:
+        seconds += (part - before) * (BASE_S + ANSWER_S * running)
+        before, running = part, running - 1
+    for answer in run:
+        part = min(answer.left, tokens)
+        answer.left, answer.done, answer.begins = answer.left - part, answer.done + part, False
+    return seconds, sum(parts)
+
+
+def strict(cluster: Cluster, async_level: int) -> float:
+    """Return tokens a second if one version samples a whole batch, one batch after another."""
+    now, trained, ready, begin, total = 0.0, 0.0, {0: 0.0}, (0.0, 0), 0
+    for step in range(1, STEPS + 1):
+        now = max(now, ready[max(0, step - 1 - async_level)])
+        waiting = [Answer(0, length) for length in cluster.lengths(cluster.answers)]
+        times, running = [now] * cluster.engines, [list[Answer]() for _ in range(cluster.engines)]
+        while waiting or any(running):
+            number = min((n for n in range(cluster.engines) if running[n] or waiting), key=lambda n: times[n])
+            run = running[number]
+            while waiting and len(run) < SLOTS:
+                run.append(waiting.pop(0))
+            seconds, tokens = played(run, min(answer.left for answer in run), swapped=False)
+            times[number], total = times[number] + seconds, total + tokens
+            running[number] = [answer for answer in run if answer.left]
+        now = max(times)
+        trained = ready[step] = max(now, trained) + cluster.train_s
+        begin = (now, total) if step == STEPS // 3 else begin
+    return (total - begin[1]) / (now - begin[0])
+
+
+def rounds(cluster: Cluster, async_level: int, tokens: int, *, is_kept: bool = False) -> float:
+    """Return tokens a second in rounds of so many tokens."""
+    size = cluster.answers // GROUP
+    now, trained, ready, begin, total = 0.0, 0.0, {0: 0.0}, (0.0, 0), 0
+    running = [list[Answer]() for _ in range(cluster.engines)]
+    waiting: list[Answer] = []
+    missing: dict[int, int] = {}
+    open_groups: list[int] = []
+    done: list[int] = []
+    scored: list[int] = []
+    drawn = version = 0
+    born: dict[int, int] = {}
+    for step in range(1, STEPS + 1):
+        wanted = max(0, step - 1 - min(1, async_level))
+        now, swapped, version = max(now, ready[wanted]), wanted != version and not is_kept, wanted
+        while len(done) < size or any(born[g] <= step - 1 - async_level for g in open_groups if g not in done):
+            while len(open_groups) < (version + 2 + async_level - step) * size:
+                open_groups.append(drawn)
+                missing[drawn], born[drawn] = GROUP, version
+                waiting += [Answer(drawn, length) for length in cluster.lengths(GROUP)]
+                drawn += 1
+            while waiting and min(map(len, running)) < SLOTS:
+                min(running, key=len).append(waiting.pop(0))
+            results = [played(run, tokens, swapped=swapped) for run in running]
+            extra = [ROUND_S + TAIL * len(run) * PREFILL_S if run else 0.0 for run in running]
+            now += max(seconds + more for (seconds, _), more in zip(results, extra, strict=True))
+            total += sum(number for _, number in results)
+            swapped = False
+            done, scored = sorted(done + scored), []
+            for number, run in enumerate(running):
+                for answer in run:
+                    missing[answer.group] -= answer.left == 0
+                    if answer.left == 0 and missing[answer.group] == 0:
+                        scored.append(answer.group)
+                running[number] = [answer for answer in run if answer.left]
+        taken, done = done[:size], done[size:]
+        open_groups = [group for group in open_groups if group not in taken]
+        trained = ready[step] = max(now, trained) + cluster.train_s
+        begin = (now, total) if step == STEPS // 3 else begin
+    return (total - begin[1]) / (now - begin[0])
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", type=int, default=[1, 8], help="(1 8)")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[128, 256, 512], help="of a round (128 256 512)")
+    parser.add_argument(
+        "--answers", nargs="+", type=int, default=[2, 4], help="of a batch, in slots of all engines (2 4)"
+    )
+    parser.add_argument("--async-level", type=int, default=3, help="of rounds; strict has 1 (3)")
+    arguments = parser.parse_args()
+    schedules: dict[str, Callable[[Cluster], float]] = {"strict": lambda cluster: strict(cluster, 1)}
+    for tokens in arguments.tokens:
+        schedules[f"rounds {tokens}"] = lambda cluster, n=tokens: rounds(cluster, arguments.async_level, n)
+        schedules[f"kept {tokens}"] = lambda cluster, n=tokens: rounds(cluster, arguments.async_level, n, is_kept=True)
+    print(f"| median/longest, engines, answers of a batch | {' | '.join(schedules)} |\n|---|{'---|' * len(schedules)}")
+    for median, longest in ((1000.0, 8192), (4000.0, 32768)):
+        for engines in arguments.engines:
+            for answers in (number * SLOTS * engines for number in arguments.answers):
+                shares = []
+                for schedule in schedules.values():
+                    cluster = Cluster(engines, answers, median, longest)
+                    shares.append(f"{schedule(cluster) / cluster.bound:.2f}")
+                print(f"| {median:.0f}/{longest}, {engines}, {answers} | {' | '.join(shares)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
