@@ -1,9 +1,9 @@
 """How full engines are under the two schedules, in virtual time: `python -m benchmarks.schedule`.
 
-A model, not a measurement. The engine is an H100 with a model of 8B parameters in bfloat16: a decode step with b answers
+A model, not a measurement. The engine is an H100 with a model of 8B parameters: a decode step with b answers
 takes 6.5 ms and 0.03 ms for each answer, and a token of prefill takes 25 us. Answers are log-normal (sigma 1) up to a
 maximum. The trainer needs 0.9 of the time in which engines that are always full sample a batch. Prints tokens a second
-as a share of such engines. `rounds` follows the rules of `holdfast.orchestrator.rounds`: its cache is cleared at a swap,
+as a share of such engines. `rounds` follows `holdfast.orchestrator.rounds`: its cache is cleared at a swap,
 so what runs is computed again. `kept` shows what an engine could reach that keeps the cache.
 """
 

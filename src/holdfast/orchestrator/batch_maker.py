@@ -301,9 +301,9 @@ def curriculum_metrics(
         position, own = state.environments[section.label], _leveled(groups, section.label)
         if section.curriculum is None or position.curriculum is None or not own:
             continue
-        level = own[0][0]  # of the whole batch
-        metrics[f"curriculum/{section.label}/level"] = float(level)
-        metrics[f"curriculum/{section.label}/reward"] = fmean(position.curriculum.levels[level].rewards)
+        levels = [level for level, _ in own]  # one, except in rounds
+        metrics[f"curriculum/{section.label}/level"] = fmean(levels)
+        metrics[f"curriculum/{section.label}/reward"] = fmean(position.curriculum.levels[max(levels)].rewards)
     return metrics
 
 

@@ -80,7 +80,10 @@ def test_speed_engines_and_slots_decide_nothing(tmp_path: Path) -> None:
 def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batches(
     tmp_path: Path, killed_at: int
 ) -> None:
-    common = ROUNDS | {"environments": [{"id": TWO_TURNS}]}
+    """Also with a mix of environments, a curriculum and two turns."""
+    levels = {"levels": [{"modulus": 1}, {"modulus": 2}], "window": 2, "advance_reward": 0.5}
+    graded = {"id": "tests.runs.environments:Graded", "name": "graded", "curriculum": levels}
+    common = ROUNDS | {"environments": [{"id": TWO_TURNS}, graded]}
     undisturbed = FakeEngine()
     straight = rollouts_of(tmp_path / "straight", undisturbed, **common)
     engine = FakeEngine()
@@ -91,6 +94,7 @@ def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batc
         run(config)
     assert read_rollouts(RunDir(tmp_path / "killed"), range(1, 7)) == straight
     most_in_flight = 3 * 3 * 4
+    assert {one.level for _, rollouts in straight for one in rollouts} == {None, 0, 1}
     assert _asked(engine) - most_in_flight <= _asked(undisturbed)
 
 
