@@ -313,7 +313,6 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="report",
-        allow_abbrev=False,
         description="Curves, timeline, evaluations and rollouts of runs, as one HTML file.",
         epilog="A report changes and disturbs no run. See docs/console.md.",
     )

@@ -46,9 +46,7 @@ def main(argv: list[str]) -> int:
         RunDirError: the run itself sends there.
         TrackerFailed: a tracker did.
     """
-    parser = Parser(
-        prog="track", description="Send to experiment trackers the steps of a run that they lack.", allow_abbrev=False
-    )
+    parser = Parser(prog="track", description="Send to experiment trackers the steps of a run that they lack.")
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument("--to", nargs="+", metavar="TRACKER", help="unset: those of the run's own settings (tracking)")
     parser.add_argument("--project", help="unset: that of the run's settings")
