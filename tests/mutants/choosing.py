@@ -22,9 +22,12 @@ def rounds_of(module: str) -> list[list[str]]:
     far = _tests_that_import({other for other, imported in _imports_of_src().items() if name in imported})
     words = {word for part in name.split(".")[-2:] for word in part.split("_") if len(word) > 4}
     named = [test for test in _imports_of_tests() if words & set(Path(test).stem.split("_"))]
+    package = "/".join(["tests", "unit", *Path(module).parts[1:-1]])
+    beside = [test for test in _imports_of_tests() if str(Path(test).parent) == package]
     rounds = [
         [test for test in near if "unit/" in test],
         [test for test in named if "unit/" in test],
+        beside,
         [test for test in far if "unit/" in test][:_MOST_FILES],
         [test for test in (*near, *named) if "unit/" not in test],
         [f"tests/{test}" for test in _WHOLE_RUNS.get(module.split("/")[1], _RUNS_OF_ALL)],
