@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     A run that is being trained is followed to its end.
 
     Raises:
-        ConfigError: there is no such run or tracker, or its package is missing.
+        ConfigError: the run or the tracker does not exist, or the package of the tracker is missing.
         RunDirError: the run itself sends there.
         TrackerFailed: a tracker did.
     """

@@ -94,7 +94,7 @@ class RayCluster:
         strategy: few nodes or many.
 
     Raises:
-        ConfigError: there is no such cluster, or Ray is not installed.
+        ConfigError: the cluster does not exist, or Ray is not installed.
     """
 
     def __init__(self, address: str | None, strategy: Literal["pack", "spread"]) -> None:
