@@ -48,9 +48,9 @@ def try_out(mutant: Mutant, copy: Copy) -> str | None:
             code = copy.run(tests, timeout_s=_TIMEOUT_S)
         finally:
             copy.write(mutant.module, original)
-        if code is None:
+        if code is None and copy.run(tests, timeout_s=_TIMEOUT_S) is not None:
             return "no end"
-        if code in (0, 5):
+        if code in (None, 0, 5):
             continue
         log = copy.log.read_text(errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE)

@@ -12,6 +12,7 @@ _WHOLE_RUNS = {
     "orchestrator": ["integration/test_rl_exact.py", "integration/test_rl_dropped.py"],
     "inference": ["integration/test_inference_weights.py", "integration/test_engine_contract.py"],
 }
+_COMMANDS = ["tests/unit/test_cli.py"]  # which find most modules by their names in a table
 _MOST_FILES = 12
 
 
@@ -27,8 +28,9 @@ def rounds_of(module: str) -> list[list[str]]:
     rounds = [
         [test for test in near if "unit/" in test],
         [test for test in named if "unit/" in test],
-        beside,
+        beside[:_MOST_FILES],
         [test for test in far if "unit/" in test][:_MOST_FILES],
+        _COMMANDS,
         [test for test in (*near, *named) if "unit/" not in test],
         [f"tests/{test}" for test in _WHOLE_RUNS.get(module.split("/")[1], _RUNS_OF_ALL)],
     ]
