@@ -8,7 +8,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Whole runs, by the package that they show most of.
 _RUNS_OF_ALL = ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"]
 _WHOLE_RUNS = {
-    "trainer": ["unit/trainer/programs/test_resumed_in_process.py", "faults/test_kill_during_save.py"],
+    "trainer": [
+        "unit/trainer/programs/test_resumed_in_process.py",
+        "faults/test_kill_during_save.py",
+        "integration/test_sft_exact.py",
+    ],
     "orchestrator": ["integration/test_rl_exact.py", "integration/test_rl_dropped.py"],
     "inference": ["integration/test_inference_weights.py", "integration/test_engine_contract.py"],
 }
