@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises errors instead of exiting, so that they look like all others of the project."""
+    """Raises errors instead of exiting, so that they look like all others of the project. Takes no shortened flags."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(allow_abbrev=False, **given)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong. Raise ConfigError always."""
@@ -23,20 +26,20 @@ class Subcommands:
 
     def __init__(self, program: str, description: str, epilog: str, *, of_a_run: bool = True) -> None:
         self._epilog = epilog
-        self._shared = Parser(add_help=False, allow_abbrev=False)
+        self._shared = Parser(add_help=False)
         if of_a_run:
             self._shared.add_argument(
                 "--output-dir", type=Path, default=Path("outputs"), metavar="DIR", help="the run (outputs)"
             )
             add_json(self._shared)
-        self._parser = Parser(prog=program, allow_abbrev=False, description=description, epilog=epilog)
+        self._parser = Parser(prog=program, description=description, epilog=epilog)
         self._subparsers = self._parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
         self._commands: dict[str, Parser] = {}
 
     def add(self, name: str, text: str) -> Parser:
         """Add a subcommand, and return its parser."""
         self._commands[name] = self._subparsers.add_parser(
-            name, help=text, description=text, parents=[self._shared], allow_abbrev=False, epilog=self._epilog
+            name, help=text, description=text, parents=[self._shared], epilog=self._epilog
         )
         return self._commands[name]
 

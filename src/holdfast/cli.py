@@ -71,8 +71,8 @@ def __getattr__(name: str) -> Callable[[], NoReturn]:
 
 
 def dispatch(argv: list[str]) -> int:
-    """Run the command that the first word names, or list the commands; return the exit code. Raise ConfigError, with
-    the nearest spelling, if there is no such command."""
+    """Run the command that the first word names, or list the commands; return the exit code. Raise ConfigError
+    with the nearest spelling if the command is unknown."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print(_help())

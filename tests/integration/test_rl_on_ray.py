@@ -14,6 +14,7 @@ from holdfast.errors import is_storage_failure
 from holdfast.launcher.cluster.cluster import ResourceRequest, wait_for_places
 from holdfast.launcher.cluster.ray import RayCluster
 from holdfast.process.imports import module_command
+from tests.conftest import ROOT
 from tests.runs.processes import WITH_STUB_ENGINE
 from tests.runs.ray_clusters import RayNodes, node_of, other_environment
 from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same, complete, last_step, outcome, succeeded
@@ -57,12 +58,13 @@ def on_ray(nodes: RayNodes, output_dir: Path, *flags: str) -> RlRun:
 
 def test_a_node_without_our_version_is_refused_by_name(head: RayNodes, tmp_path: Path) -> None:
     """Before anything starts. The head runs nothing, so that all processes come to the node of a stranger."""
-    for version, reason in (
-        (None, "a node of the Ray cluster cannot import holdfast: ModuleNotFoundError: No module named 'holdfast'"),
-        ("0.0.1", " has holdfast 0.0.1, this machine has "),
+    for version, path, reason in (
+        (None, "", "a node of the Ray cluster cannot import holdfast: ModuleNotFoundError: No module named 'holdfast'"),
+        ("0.0.1", "", " has holdfast 0.0.1, this machine has "),
+        (None, str(ROOT / "src"), " has holdfast without an installation, this machine has "),
     ):
         python = other_environment(tmp_path / f"of_{version}", version=version)
-        with node_of(python, head.address, cores=4):
+        with node_of(python, head.address, cores=4, path=path):
             flags = ("--cluster", f"ray://{head.address}", "--cluster-timeout-s", "150")
             with RlRun(tmp_path / "run", *FLAGS, *flags, **AS_A_USER) as run:
                 refused = complete(run)

@@ -1,7 +1,7 @@
 """Change `src` in small ways, one at a time, and see whether a test notices.
 
     uv run python -m tests.mutants --seed 3 --count 150
-    uv run python -m tests.mutants --where trainer/preference/reference.py:76
+    uv run python -m tests.mutants --where trainer/preference/reference.py
 
 Each change is tried with the unit tests that import the module, with those of modules that import it, with the other
 tests, and last with whole runs, until one notices; that one must pass without the change. What no test sees is
@@ -48,9 +48,9 @@ def try_out(mutant: Mutant, copy: Copy) -> str | None:
             code = copy.run(tests, timeout_s=_TIMEOUT_S)
         finally:
             copy.write(mutant.module, original)
-        if code is None:
+        if code is None and copy.run(tests, timeout_s=_TIMEOUT_S) is not None:
             return "no end"
-        if code in (0, 5):
+        if code in (None, 0, 5):
             continue
         log = copy.log.read_text(errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE)
@@ -63,7 +63,8 @@ def try_out(mutant: Mutant, copy: Copy) -> str | None:
 
 def choose(arguments: argparse.Namespace) -> list[Mutant]:
     modules = [str(path.relative_to(ROOT / "src")) for path in sorted((ROOT / "src").rglob("*.py"))]
-    where = [place.removeprefix("src/").partition(":")[::2] for place in arguments.where]
+    short = [place.removeprefix("src/").removeprefix("holdfast/") for place in arguments.where]
+    where = [f"holdfast/{place}".partition(":")[::2] for place in short]
     if where:
         modules = [module for module in modules if module in {module for module, _ in where}]
     mutants = [
@@ -84,6 +85,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     mutants = choose(arguments)
+    if not mutants:
+        parser.error(f"there is nothing to change at {' '.join(arguments.where)}")
     print(f"{len(mutants)} mutants, seed {arguments.seed}", flush=True)
     begin, survivors = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:

@@ -8,10 +8,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # Whole runs, by the package that they show most of.
 _RUNS_OF_ALL = ["integration/test_sft_stop.py", "integration/test_rl_exact.py", "integration/test_rl_heals.py"]
 _WHOLE_RUNS = {
-    "trainer": ["unit/trainer/programs/test_resumed_in_process.py", "faults/test_kill_during_save.py"],
+    "trainer": [
+        "unit/trainer/programs/test_resumed_in_process.py",
+        "faults/test_kill_during_save.py",
+        "integration/test_sft_exact.py",
+    ],
     "orchestrator": ["integration/test_rl_exact.py", "integration/test_rl_dropped.py"],
     "inference": ["integration/test_inference_weights.py", "integration/test_engine_contract.py"],
 }
+_COMMANDS = ["tests/unit/test_cli.py"]  # which find most modules by their names in a table
 _MOST_FILES = 12
 
 
@@ -22,10 +27,14 @@ def rounds_of(module: str) -> list[list[str]]:
     far = _tests_that_import({other for other, imported in _imports_of_src().items() if name in imported})
     words = {word for part in name.split(".")[-2:] for word in part.split("_") if len(word) > 4}
     named = [test for test in _imports_of_tests() if words & set(Path(test).stem.split("_"))]
+    package = "/".join(["tests", "unit", *Path(module).parts[1:-1]])
+    beside = [test for test in _imports_of_tests() if str(Path(test).parent) == package]
     rounds = [
         [test for test in near if "unit/" in test],
         [test for test in named if "unit/" in test],
+        beside[:_MOST_FILES],
         [test for test in far if "unit/" in test][:_MOST_FILES],
+        _COMMANDS,
         [test for test in (*near, *named) if "unit/" not in test],
         [f"tests/{test}" for test in _WHOLE_RUNS.get(module.split("/")[1], _RUNS_OF_ALL)],
     ]

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 from tests.mutants.choosing import ROOT
@@ -51,10 +53,12 @@ class Copy:
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, directory / name)
         self.log = directory / "mutant.log"
-        path = os.pathsep.join([str(directory / "src"), str(directory)])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        python = _environment_of(directory)
+        # Tests may set another PYTHONPATH, so that only the environment decides which holdfast their processes have.
+        environment = {**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"}
+        environment |= {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
         self._zygote = subprocess.Popen(
-            [sys.executable, "-c", _ZYGOTE],
+            [str(python), "-c", _ZYGOTE],
             cwd=directory, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -71,7 +75,27 @@ class Copy:
         (self.directory / "src" / module).write_text(source)
 
     def close(self) -> None:
-        assert self._zygote.stdin is not None
-        self._zygote.stdin.close()
-        self._zygote.wait()
+        self._zygote.__exit__(None, None, None)  # closes its pipes, by which it ends, and waits for it
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _environment_of(directory: Path) -> Path:
+    """Make an environment beside a copy, with the packages and commands of this one, but holdfast from the copy; return
+    its interpreter.
+    """
+    home = directory.with_name(f"{directory.name}_environment")
+    venv.create(home, symlinks=True)
+    ours, packages = (Path(sysconfig.get_path("purelib", "venv", {"base": str(base)})) for base in (sys.prefix, home))
+    for entry in ours.iterdir():
+        if entry.suffix == ".pth":
+            (packages / entry.name).write_text(entry.read_text().replace(str(ROOT), str(directory)))
+        elif not (packages / entry.name).exists():
+            (packages / entry.name).symlink_to(entry)
+    for command in Path(sys.prefix, "bin").iterdir():
+        script = home / "bin" / command.name
+        if not script.exists() and command.read_bytes().startswith(b"#!"):
+            script.write_text(command.read_text().replace(f"{sys.prefix}/bin/", f"{home}/bin/"))
+            script.chmod(0o755)
+        elif not script.exists():
+            script.symlink_to(command)
+    return home / "bin" / "python"

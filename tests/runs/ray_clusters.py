@@ -73,14 +73,17 @@ def other_environment(home: Path, *, version: str | None) -> Path:
 
 
 @contextmanager
-def node_of(python: Path, address: str, *, cores: int) -> Iterator[None]:
-    """Have a node in the cluster that `ray start` has started from the environment of an interpreter."""
+def node_of(python: Path, address: str, *, cores: int, path: str = "") -> Iterator[None]:
+    """Have a node in the cluster that `ray start` has started from the environment of an interpreter, with `path` as
+    its PYTHONPATH.
+    """
     flags = ("--address", address, "--node-ip-address", "127.0.0.1", "--num-cpus", str(cores), "--block")
     argv = [str(python), "-m", "ray.scripts.scripts", "start", *flags]
     memory = ("--object-store-memory", str(_MEMORY_BYTES))
     with subprocess.Popen(
-        [*argv, *memory], cwd=python.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as node:
+        [*argv, *memory], cwd=python.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as node:  # fmt: skip
         assert node.stdout is not None
         said = ""
         while "Ray runtime started" not in said:

@@ -362,6 +362,15 @@ def test_an_unknown_command_is_told_with_the_nearest(holdfast: Run) -> None:
     assert err.startswith("error: unknown command 'rollout'. Did you mean 'rollouts'? There are: sft, dpo,")
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["track . --na b", "monitor . --onc", "report . --t b", "ckpt ls --output b", "evaluate --compare . . --js"],
+)
+def test_a_shortened_flag_is_not_guessed(words: str, holdfast: Run) -> None:
+    code, _, err = holdfast(*words.split())
+    assert code == 2 and re.search(r"(unknown flag|unrecognized arguments:) '?--(na|onc|t|output|js)\b", err)
+
+
 @pytest.mark.parametrize("name", ["reward-model", "no_such_command", "main_"])
 def test_only_commands_are_functions_of_the_module(name: str) -> None:
     with pytest.raises(AttributeError, match=f"'holdfast.cli' has no attribute '{name}'"):

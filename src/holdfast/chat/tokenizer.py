@@ -380,7 +380,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of a local directory or of a model on the hub.
 
     Raises:
-        ConfigError: there is no such directory or model, or it has no `tokenizer.json`.
+        ConfigError: the directory or model does not exist, or has no `tokenizer.json`.
         DataError: one of its files is damaged.
     """
     files = _local_files(Path(name)) if Path(name).is_dir() else _hub_files(name)

@@ -88,7 +88,7 @@ def _prompt_of(task: Task) -> Any:
     try:
         return [as_dict(message) for message in as_messages(task.prompt)]
     except TypeError:
-        return task.prompt  # no messages: the check of the prompts says so
+        return task.prompt  # not messages: the check of the prompts reports this
 
 
 def digest_of(value: Any) -> str:

@@ -25,7 +25,7 @@ def launch(config: EvaluateConfig) -> int:
 
 def compare(argv: list[str]) -> int:
     """Be `evaluate --compare A B`; return the exit code. Raise HoldfastError for a mistake, or damaged evaluations."""
-    parser = Parser(prog="evaluate", allow_abbrev=False, description="Show two evaluations of the same tasks.")
+    parser = Parser(prog="evaluate", description="Show two evaluations of the same tasks.")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), required=True, help="their directories")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
     parser.add_argument(

@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
     """Show the problems of one batch, or every turn of one of its problems. Raise CheckpointError if the batch is not
-    there, or damaged; ConfigError if there is no such problem, or STEP means several batches."""
+    there, or damaged; ConfigError if the problem does not exist, or STEP means several batches."""
     directories = find_batches(run_dir, [step])
     if len(directories) != 1:
         raise ConfigError(f"show takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several.")

@@ -140,7 +140,7 @@ class RlConfig(Command):
         if not isinstance(trainer, Mapping) or not str(last).isdecimal() or int(str(last)) < 1:
             return given  # other values are refused by their own field
         if given.get("max_steps") is None and "max_steps" in trainer:
-            return given  # where they differ, `hand_down_shared` says so
+            return given  # if they differ, `hand_down_shared` raises an error
         return {**given, "trainer": {**trainer, "max_steps": last}}
 
 

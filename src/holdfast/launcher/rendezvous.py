@@ -344,7 +344,7 @@ def _is_here(host: str) -> bool:
     """Whether `host` is an address of this machine: it can be bound."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:  # no such name
+    except OSError:  # the name is unknown
         return False
     for family, kind, _, _, address in found:
         with suppress(OSError), socket.socket(family, kind) as probe:

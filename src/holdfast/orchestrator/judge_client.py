@@ -52,7 +52,7 @@ class _ChatCompletion(msgspec.Struct):
 
 
 class JudgeDenied(HoldfastError):
-    """The key of a judge is wrong, or there is no such model. The run ends."""
+    """The key of a judge is wrong, or the judge does not know the model. The run ends."""
 
 
 def new_client() -> httpx.AsyncClient:
@@ -69,7 +69,7 @@ async def ask_once(client: httpx.AsyncClient, request: JudgeRequest) -> ChatRepl
     Raises:
         Unavailable: the judge is busy, fails or cannot be reached.
         JudgeFailure: the judge refuses, or its answer is not a chat completion.
-        JudgeDenied: the key is wrong, or there is no such model.
+        JudgeDenied: the key is wrong, or the judge does not know the model.
     """
     import httpx
 

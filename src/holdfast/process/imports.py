@@ -148,7 +148,7 @@ def check_name(name: str, built_in: Iterable[str]) -> str:
 
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """Return the function that `name`, `module:function`, stands for; `key` is its dotted key, for messages. Raise
-    ConfigError if the module cannot be imported, or has no such function."""
+    ConfigError if the module cannot be imported, or does not have the function."""
     module_name, _, function_name = name.partition(":")
     try:
         module = import_users(module_name)

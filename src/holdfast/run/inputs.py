@@ -37,7 +37,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def check_model_path(name: str, *, key: str) -> None:
     """Refuse a local path without config.json; names of a hub (`owner/model`) pass, if no directory has that name.
-    Raise DataError if there is no such directory, or it holds no model."""
+    Raise DataError if the directory does not exist, or holds no model."""
     path = Path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
     if not looks_local:
@@ -54,8 +54,8 @@ def check_model_path(name: str, *, key: str) -> None:
 
 
 def ask_hub(name: str, *, key: str, file: str = "config.json") -> None:
-    """Ask the hub for a small file of a model that no directory holds, and say so: a hub may be slow, or silent. Raise
-    DataError if it has no such model, or cannot be reached and its cache has none."""
+    """Ask the hub for a small file of a model that no directory holds, and print that: a hub may be slow, or silent.
+    Raise DataError if the hub does not have the model, or cannot be reached while the cache has no model."""
     if os.path.isdir(name):  # noqa: PTH112 - whatever the text is
         return
     report(f"asking the hub for {name}")
@@ -180,7 +180,7 @@ def check_tokenizer_path(name: str, *, key: str) -> None:
 
 def check_data_path(name: str, *, key: str) -> None:
     """Refuse a local file or directory that is not there, or whose files are of another kind; names of a hub pass.
-    Raise DataError if there is no such file or directory, or it cannot hold rows; ReadError if it cannot be read."""
+    Raise DataError if the file or directory does not exist, or cannot hold rows; ReadError if it cannot be read."""
     path = Path(name)
     lower = name.lower()
     looks_local = name.startswith((".", "/", "~")) or lower.endswith((*_DATA_FILES, *_OTHER_FILES))
@@ -282,7 +282,7 @@ def check_max_len(config: InferenceConfig, model: str | Path, *, key: str) -> No
     try:
         text = path.read_bytes()
         fields = json.loads(text)
-    except (OSError, ValueError):  # the check of the model itself says so
+    except (OSError, ValueError):  # the check of the model itself raises the error
         return
     # Scaled embeddings, and models of several parts, are for vLLM to interpret.
     is_plain = text.count(b'"max_position_embeddings"') == 1 and not any(word in text for word in _INTERPRETED)

@@ -74,7 +74,7 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Whether the last word says so: `api_key` and `HF_TOKEN`, not `admin_token_env`, which names a variable."""
+    """Whether the last word of a name means a secret: `api_key` and `HF_TOKEN`, not `admin_token_env` (a variable)."""
     return isinstance(value, str) and re.split(r"[._\-]", key.lower())[-1] in _SECRETS
 
 

@@ -161,7 +161,6 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> Namespace:
     parser = Parser(
         prog="monitor",
-        allow_abbrev=False,
         description="Show what runs are doing, from their files alone: nothing is written, no lock is taken. Ctrl-C "
         "ends it, which does nothing to the runs. See docs/console.md.",
     )

@@ -160,7 +160,7 @@ def page_of(runs: Sequence[RunData]) -> dict[str, Any]:
 def _time(seconds: float | None) -> str:
     try:
         return "-" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # of a damaged line: there is no such year
+    except (ValueError, OverflowError, OSError):  # a damaged line gives an impossible year
         return "-"
 
 
@@ -313,7 +313,6 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="report",
-        allow_abbrev=False,
         description="Curves, timeline, evaluations and rollouts of runs, as one HTML file.",
         epilog="A report changes and disturbs no run. See docs/console.md.",
     )

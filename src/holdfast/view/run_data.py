@@ -35,7 +35,7 @@ class Columns:
 
     Attributes:
         steps: (N,) optimizer steps, ascending, each once.
-        values: by name, (N,); NaN if a step has no such number.
+        values: by name, (N,); NaN if a step does not have the number.
         damaged: lines that could not be read.
     """
 
@@ -44,7 +44,7 @@ class Columns:
     damaged: int
 
     def curve(self, name: str) -> tuple[Numbers, Numbers]:
-        """Return the steps at which a metric is a number, and its values; empty if the run has no such metric."""
+        """Return the steps at which a metric is a number, and its values; empty if the run does not have the metric."""
         values = self.values.get(name, np.full(len(self.steps), np.nan))
         known = np.isfinite(values)
         return self.steps[known], values[known]

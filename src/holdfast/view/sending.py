@@ -107,7 +107,7 @@ class Sending:
 
     Raises:
         RunDirError: another process sends it there.
-        ConfigError: there is no such tracker.
+        ConfigError: the tracker is unknown.
     """
 
     def __init__(self, run_dir: RunDir, name: str, config: TrackingConfig) -> None:

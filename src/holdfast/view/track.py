@@ -42,13 +42,11 @@ def main(argv: list[str]) -> int:
     A run that is being trained is followed to its end.
 
     Raises:
-        ConfigError: there is no such run or tracker, or its package is missing.
+        ConfigError: the run or the tracker does not exist, or the package of the tracker is missing.
         RunDirError: the run itself sends there.
         TrackerFailed: a tracker did.
     """
-    parser = Parser(
-        prog="track", description="Send to experiment trackers the steps of a run that they lack.", allow_abbrev=False
-    )
+    parser = Parser(prog="track", description="Send to experiment trackers the steps of a run that they lack.")
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument("--to", nargs="+", metavar="TRACKER", help="unset: those of the run's own settings (tracking)")
     parser.add_argument("--project", help="unset: that of the run's settings")

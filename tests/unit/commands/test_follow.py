@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +174,10 @@ def test_others_work_is_waited_for(run_command: RunCommand, tmp_path: Path, monk
     code, out, _ = run_command("evaluate", "--run", run_dir.path, *flags)
     said = f"{run_dir.evaluation(5)} is evaluated by another `evaluate`, which is waited for\n"
     assert code == 0 and out.count(said) == 1 and len(looks) == 2
+    other = run_of(tmp_path / "other", 5, model={"name": MODEL, "init": "random"})
+    RunDir(other.evaluation(5)).lock()
+    monkeypatch.setattr(Supervisor, "pause", lambda *_: signal.SIGTERM)
+    assert run_command("evaluate", "--run", other.path, *flags)[0] == 128 + signal.SIGTERM
 
 
 def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(

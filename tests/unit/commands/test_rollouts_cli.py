@@ -105,6 +105,10 @@ def test_stats_has_a_line_per_batch(rollouts: Command, run_dir: RunDir) -> None:
     code, out, _ = rollouts("stats", "3-4", "--output-dir", run_dir.path)
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "3", "4", "up"]
     assert [line["step"] for line in document(rollouts, run_dir, "stats", "4", "latest", "2")["batches"]] == [4, 2]
+    single = msgspec.structs.replace(make_batch(5), rollouts=make_batch(5).rollouts[:1])
+    publish_batch(run_dir, single, msgspec.json.encode(state_after(5)))
+    (line,) = document(rollouts, run_dir, "stats", "5")["batches"]
+    assert [line[name] for name in ("rollouts", "tokens_mean", "reward_std")] == [1, length, 0]
 
 
 def test_dropped_groups_are_counted_by_reason_and_listed(rollouts: Command, run_dir: RunDir) -> None:

@@ -83,7 +83,7 @@ def kind_of(path: Path) -> type[Command]:
     algorithms/ are laid over one of rl.
     """
     kinds = {"sft": SftConfig, "lora": SftConfig, "dpo": DpoConfig, "reward": RewardTrainingConfig, "rl": RlConfig,
-             "train": TrainerConfig, "orch": OrchestratorConfig, "infer": InferenceConfig,
+             "distillation": RlConfig, "train": TrainerConfig, "orch": OrchestratorConfig, "infer": InferenceConfig,
              "evaluate": EvaluateConfig}  # fmt: skip
     return RlConfig if path.parent.name == "algorithms" else kinds[path.stem.split("_")[0]]
 

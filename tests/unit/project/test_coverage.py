@@ -13,6 +13,7 @@ import pytest
 
 from tests.coverage import __main__ as coverage
 from tests.coverage.marking import Marking
+from tests.mutants.copies import Copy
 from tests.mutants.mutations import mutations
 from tests.reference_losses.record import read_records
 from tests.reference_losses.runs import COMMANDS, STEPS
@@ -157,6 +158,22 @@ def test_every_kind_of_change_is_made_once_and_texts_are_left_alone() -> None:
     ]
     for one in mutations(CHANGED):
         assert one.source != CHANGED and one.source.count("\n") == CHANGED.count("\n")
+
+
+@pytest.mark.launch
+def test_all_processes_of_the_tests_of_a_mutant_have_its_source(tmp_path: Path) -> None:
+    """Also the commands, and those that get another PYTHONPATH."""
+    copy = Copy(tmp_path / "copy")
+    test = copy.directory / "tests" / "unit" / "test_them.py"
+    test.write_text(
+        "import os, subprocess, sys\n\n\ndef test_them() -> None:\n"
+        "    command = os.path.dirname(sys.executable) + '/ckpt'\n"
+        "    for argv in ([sys.executable, '-c', 'import holdfast.commands.ckpt'], [command, 'ls']):\n"
+        "        assert subprocess.run(argv, env={'PYTHONPATH': ''}).returncode == 7\n"
+    )
+    copy.write("holdfast/commands/ckpt.py", "raise SystemExit(7)\n")
+    assert copy.run(["tests/unit/test_them.py"], timeout_s=600.0) == 0, copy.log.read_text()
+    copy.close()
 
 
 def test_every_command_is_recorded() -> None:

@@ -281,6 +281,7 @@ def test_prometheus_gets_the_last_step_and_another_address_gets_an_error(
     config = TrackingConfig(backends=["prometheus"])
     Sending(run.run_dir, "prometheus", config).send(lambda: True)
     (run.run_dir.tracking / "prometheus.lock").unlink()  # as by another process
+    run.tell(1, "ALERT: entropy fell", step=2)
     seen = []
 
     def look(_: float = 0.0) -> None:
@@ -290,6 +291,7 @@ def test_prometheus_gets_the_last_step_and_another_address_gets_an_error(
     labels = {"run": "run", "run_id": run.run_dir.run_id()}
     assert seen[0].value("holdfast_step", **labels) == 2, "the last step is shown again"
     assert seen[0].value("holdfast_metric", **labels, metric="eval/sort/avg@4") == 0.5
+    assert seen[0].value("holdfast_alarms_total", **labels, kind="alert") == 1
     with pytest.raises(OSError):
         scrape(port)
     (run.run_dir.tracking / "prometheus.lock").unlink()

@@ -111,6 +111,8 @@ def test_two_runs_and_what_differs_in_their_settings(run_command: RunCommand, tm
     figures = figures_of(tmp_path / "both.html")
     assert [curve["name"] for curve in figures["reward"]["data"]] == ["x/run", "z/x/run"]
     found = {one["name"]: one["line"] for one in figures["evaluation_0"]["data"]}
+    for one in figures["evaluation_0"]["data"]:
+        assert [one["error_y"][end] for end in ("array", "arrayminus")] == [[pytest.approx(0.1)] * 2] * 2
     lines = [found[f"{run}: {name}"] for run in ("x/run", "z/x/run") for name in ("avg@2", "pass@2")]
     assert lines[0]["color"] == lines[1]["color"] != lines[2]["color"] and lines[0]["dash"] != lines[1]["dash"]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from holdfast import TrackedRun
+from holdfast.view.backends import WandB
 from tests.builders.evaluations import evaluated
 from tests.runs.trackers import BUILT_IN, TrackedDirectory, wait_until
 
@@ -118,6 +120,20 @@ def test_files_of_another_machine_are_begun_anew(home: Path, tmp_path: Path) -> 
     run.train(5, 6, 7)
     run.end(run.start("tensorboard"), "tensorboard")
     assert run.steps("tensorboard") == {"history_1": [(5, 5.0), (6, 6.0), (7, 7.0)]}
+
+
+def test_a_run_that_wandb_resumes_takes_the_settings_of_the_new_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where W&B has the earlier ones: here the library's own run of this process stands for that of the service."""
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_ERROR_REPORTING", "false")):
+        monkeypatch.setenv(name, value)
+    for attempt in (1, 2):
+        tracker, settings = WandB(), {"optim.lr": 0.1 * attempt}
+        given = {"id": "a", "name": "a", "project": "p", "origin": None, "tags": (), "history": "h"}
+        tracker.begin(TrackedRun(directory=tmp_path, settings=settings, attempt=attempt, **given), after=0)
+    assert dict(tracker._run.config) == {"optim.lr": 0.2, "attempt": 2, "origin": None}
+    tracker.close()
 
 
 def test_values_that_tensorboard_would_have_as_infinity_are_left_out(home: Path, tmp_path: Path) -> None:

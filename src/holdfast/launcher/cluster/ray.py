@@ -12,7 +12,7 @@ import os
 import socket
 import uuid
 from concurrent.futures import Future
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from holdfast.errors import ConfigError, HoldfastError
@@ -94,7 +94,7 @@ class RayCluster:
         strategy: few nodes or many.
 
     Raises:
-        ConfigError: there is no such cluster, or Ray is not installed.
+        ConfigError: the cluster does not exist, or Ray is not installed.
     """
 
     def __init__(self, address: str | None, strategy: Literal["pack", "spread"]) -> None:
@@ -190,7 +190,11 @@ class _RayPlace(RemoteAgent):
 
     def about(self) -> dict[str, str]:
         address = importlib.import_module("ray.util").get_node_ip_address()
-        return {"name": socket.gethostname(), "version": version("holdfast"), "address": address}
+        try:
+            installed = version("holdfast")
+        except PackageNotFoundError:  # only on its PYTHONPATH
+            installed = "without an installation"
+        return {"name": socket.gethostname(), "version": installed, "address": address}
 
 
 def _connected(address: str | None) -> Any:

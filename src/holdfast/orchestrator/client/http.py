@@ -303,7 +303,7 @@ _FINISH_REASONS = ("stop", "length")
 def load_vocab_size(name: str) -> int:
     """Return the vocabulary size of a model in a local directory or on the hub.
 
-    Raises ConfigError if there is no such model, DataError if its config.json has no size.
+    Raises ConfigError if the model does not exist, DataError if its config.json has no size.
     """
     path = Path(name) / "config.json"
     if not Path(name).is_dir():

@@ -42,8 +42,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 FailureReason = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
-"""Why a call has no result. It cannot be read, there is no such tool, or its arguments do not fit. Or the tool raised
-or returned something that is not JSON, took too long, or its MCP server died."""
+"""Why a call has no result. The call cannot be read, its tool is unknown, or its arguments do not fit. Or the tool
+raised, returned something that is not JSON, or took too long. Or its MCP server died."""
 FAILURE_REASONS: tuple[FailureReason, ...] = get_args(FailureReason)
 
 

@@ -59,7 +59,7 @@ class Verifiers(HarnessEnvironment):
             settings: of verifiers' environment (`taskset`, `agent`, `timeout`, ...); `select`, as verifiers selects
                 tasks; and `python`, the interpreter that has verifiers (unset: this one).
 
-        Raises ConfigError if there is no such interpreter, or verifiers refuses name or settings.
+        Raises ConfigError if the interpreter does not exist, or verifiers refuses name or settings.
         """
         own = {key: settings[key] for key in ("python", "select") if key in settings}
         env = {key: value for key, value in settings.items() if key not in own}

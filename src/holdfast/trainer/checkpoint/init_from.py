@@ -222,7 +222,7 @@ def load_weights_only(
 ) -> None:
     """Fill `tensors` in place with the weights at `path`. Collective.
 
-    Checkpoints and published weights are verified first. Other dtypes are cast, and the log says so. If input and
+    Checkpoints and published weights are verified first. Other dtypes are cast, with a line in the log. If input and
     output embeddings are one tensor, the file may have either name, or both names with equal values.
 
     Args:

@@ -86,7 +86,7 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
     `packed` attention is set later: some models choose between other attentions when they are built.
 
     Raises:
-        DataError: transformers has no such model, or it cannot be built with `model.attention`.
+        DataError: transformers does not have the model, or cannot build the model with `model.attention`.
     """
     attention = "eager" if config.attention == "packed" else config.attention
     try:

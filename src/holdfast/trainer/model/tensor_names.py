@@ -87,7 +87,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _fetched(name: str, file: str) -> Path | None:
-    """Return the path of a file of a local directory or hub model; None if there is no such file."""
+    """Return the path of a file of a local directory or hub model; None if the file does not exist."""
     found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
