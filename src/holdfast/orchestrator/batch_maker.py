@@ -170,11 +170,11 @@ class BatchMaker:
         return self._finish(step, state, outcomes)
 
     async def close(self) -> None:
-        """End what goes on between two batches: nothing."""
+        """End what lasts longer than one batch: nothing."""
 
     @property
     def most_sessions(self) -> int:
-        """How many sessions go on at once, at most."""
+        """How many sessions are played at once, at most."""
         return max(self.config.client.max_concurrency * len(self.client.engines), self.config.largest_group)
 
     def _open_log(self, step: int, digest: str) -> GenerationLog:

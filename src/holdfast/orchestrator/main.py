@@ -143,7 +143,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
 
 
 def _require_closed(config: OrchestratorConfig, state: OrchestratorState) -> None:
-    """Refuse to leave open groups behind. Raises ConfigError if the strict schedule would."""
+    """Raise ConfigError if the strict schedule would lose open groups."""
     num_open = len(state.rounds.open) if state.rounds is not None else 0
     if config.schedule == "strict" and num_open:
         raise ConfigError(

@@ -269,7 +269,7 @@ class Batch(msgspec.Struct, kw_only=True):
     """The rollouts that optimizer step `step` (from 1) trains on.
 
     Attributes:
-        policy_version: the version that the schedule asked for; in rounds, that which served at the end.
+        policy_version: the version that the schedule asked for; in rounds, the version that served at the end.
         weights_digest: `run.weights` of the weights of that version that sampled it; empty where a
             teacher did.
         older_digests: the same of each older version that sampled some of it, which only rounds have.
