@@ -9,7 +9,8 @@ times as long, and ragged answers of up to 256 tokens. The learning rate is so s
 answers are sampled, and contestants whose policies went apart would have other numbers of tokens in a step. Prints
 time per step, tokens/s, and ratios within rounds, and how busy trainer and engine of `rl` are: the share of time that
 the trainer waits for batches, and that no request is in flight at the engine. With `--engines 2` also `rl` with two
-engines beside `rl` with one, which share the same cores: more of both is what it would take to gain.
+engines beside `rl` with one, which share the same cores: more of both is what it would take to gain. With
+`--round-tokens 64` also `rl` in rounds of so many tokens, with an async_level of 3.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", type=int, default=1, help="of another run of `rl`, beside that with one")
+    parser.add_argument("--round-tokens", type=int, help="of another run of `rl`, in rounds")
     parser.add_argument("--lengths", default=",".join(LENGTHS))
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help=f"of {', '.join(CONTESTANTS)}")
     parser.add_argument("--model", default="examples/reverse_text/model")
@@ -91,6 +93,8 @@ def compare(title: str, arguments: argparse.Namespace, lengths: dict[str, Any]) 
     measured = {name: (CONTESTANTS[name], settings) for name in arguments.contestants.split(",")}
     if arguments.engines > 1:
         measured[f"rl, {arguments.engines} engines"] = (run_rl, settings | {"engines": arguments.engines})
+    if arguments.round_tokens:
+        measured["rl in rounds"] = (run_rl, settings | {"round_tokens": arguments.round_tokens})
     ratios: dict[str, list[float]] = {name: [] for name in measured if name != "rl" and "rl" in measured}
     for number in range(arguments.rounds):
         order = list(measured)
@@ -118,6 +122,15 @@ def run_rl(folder: Path, settings: dict[str, Any]) -> Speed:
     command += ["--trainer.optim.lr", str(settings["lr"]), "--inference.engines", str(engines)]
     command += ["--orchestrator.environments", environments]
     command += ["--orchestrator.sampling.max-tokens", str(settings["max_tokens"])]
+    if tokens := settings.get("round_tokens"):
+        command += [
+            "--orchestrator.schedule",
+            "rounds",
+            "--async-level",
+            "3",
+            "--orchestrator.round-tokens",
+            str(tokens),
+        ]
     command += ["--orchestrator.seq-len", longest, "--inference.model.max-len", longest]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     steps = read_metrics(folder / "metrics.jsonl")
