@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import CkptConfig, Command, ModelConfig, Section, check_url
 from holdfast.config.environments import EnvironmentConfig, RolloutSettings, SamplingConfig
+from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import PLAIN_SAMPLING
 
 
@@ -159,6 +160,15 @@ class EvalConfig(Section):
         check_sections(self.environments or ())
         check_held_out(self.environments or ())
         return self
+
+
+def check_rounds(config: "OrchestratorConfig") -> None:
+    """Refuse rounds without batches to sample side by side: not a validator, because `rl` hands `async_level` down."""
+    if config.schedule == "rounds" and config.async_level == 1:
+        raise ConfigError(
+            "orchestrator.schedule = 'rounds' samples `async_level` batches side by side, and async_level = 1. "
+            "Set it to 2 or more (3 is a good start), or take the strict schedule"
+        )
 
 
 class OrchestratorConfig(Command):

@@ -11,7 +11,7 @@ from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Se
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.load import merged
-from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig
+from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig, check_rounds
 from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, check_rewards
 from holdfast.config.view import (
     DashboardConfig,
@@ -185,6 +185,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         config.trainer.loss.constant_tokens = max(
             config.orchestrator.rollouts_of(section).max_tokens for section in config.orchestrator.environments
         )
+    check_rounds(config.orchestrator)
     sampling = config.orchestrator.dynamic_sampling
     if sampling is not None and sampling.signal is None:
         sampling.signal = "parts" if config.trainer.tells_tokens_apart else "sum"

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.load import read_toml
-from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.orchestrator import OrchestratorConfig, check_rounds
 from holdfast.errors import CheckpointError, ConfigError, EnvironmentFailure
 from holdfast.orchestrator.batch_maker import BatchMaker, adopt_curricula, adopt_mix
 from holdfast.orchestrator.client.client import InferenceClient
@@ -79,6 +79,7 @@ _COLLECTOR_THRESHOLDS = (10_000, 10, 10)
 
 async def orchestrate(config: OrchestratorConfig) -> None:
     """Make every batch that is missing, from the resumed step to `max_steps`."""
+    check_rounds(config)
     _allow_connections(config)
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     ask_hub(config.model.tokenizer_name, key=key, file="tokenizer.json")
