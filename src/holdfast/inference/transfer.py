@@ -123,6 +123,7 @@ class Incoming:
     def _fetch(self) -> None:
         """Receive group after group; the model is never touched here, so a thread that hangs does no harm."""
         try:
+            self._store.set(transfer.ready_key(self._rank), "ready")
             files = []
             for file in self._plan.files:
                 header = transfer.header_bytes(file.header)
