@@ -115,6 +115,7 @@ def test_logprobs_follow_every_update(client: Client) -> None:
             "model": str(client.models / "a"),
             "owner": None,
             "uid": os.getuid(),
+            "num_workers": 1,
         }
         assert client.weights() == served | {"boot_id": client.boot_id}
         choices = client.generate()
@@ -305,7 +306,14 @@ def test_without_weights_the_server_is_healthy_and_waits(engine: Engine, tmp_pat
     client = Client(engine, _start(engine, tmp_path, tmp_path, load="dummy"), tmp_path)
     try:
         assert client.http.get("/health").json()["weights"] is None
-        served = {"version": None, "digest": None, "model": str(tmp_path / "a"), "owner": None, "uid": os.getuid()}
+        served = {
+            "version": None,
+            "digest": None,
+            "model": str(tmp_path / "a"),
+            "owner": None,
+            "uid": os.getuid(),
+            "num_workers": 1,
+        }
         assert client.weights() == served | {"boot_id": client.boot_id}
         for path, body in (
             ("/inference/v1/generate", {"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),

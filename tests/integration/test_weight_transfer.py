@@ -86,7 +86,10 @@ def test_a_trainer_that_is_killed_while_it_sends_costs_nothing(
     if engine == "stub":  # the reference is of that engine
         assert_same_end(healed, reference, REFERENCE_STEPS)
     assert healed.exit_code == 0 and healed.output.count("trainer ended with exit code 137: starting it again") == 2
-    torn = [path.read_text().count("answered 503: the weights are torn") for path in healed.run_dir.path.rglob("orchestrator.log")]
+    torn = [
+        path.read_text().count("answered 503: the weights are torn")
+        for path in healed.run_dir.path.rglob("orchestrator.log")
+    ]
     assert sum(torn) == 2, healed.output
     starts = re.findall("inference.*starting it again", healed.output)
     assert not starts, "the engine was mended where it was"

@@ -24,6 +24,7 @@ import xxhash
 from torch import Tensor
 
 from holdfast.config.rl_trainer import WeightsConfig
+from holdfast.errors import ConfigError
 from holdfast.protocol import transfer
 from holdfast.protocol.transfer import Entry, Offer, Plan, PlannedFile
 from holdfast.run import atomic
@@ -86,10 +87,20 @@ class WeightOffers:
 
     Args:
         device: of the trainer: NCCL sends from a GPU to GPUs, gloo from a CPU to any.
+
+    Raises:
+        ConfigError: this machine cannot listen at `config.host`.
     """
 
     def __init__(self, run_dir: RunDir, config: WeightsConfig, device: torch.device) -> None:
         self._config, self._device = config, device
+        try:
+            _listen(config.host).close()
+        except OSError as error:
+            raise ConfigError(
+                f"weights.host = '{config.host}': this machine cannot listen there ({error.strerror}). Set "
+                "weights.host to the address at which the engines reach the machine of the trainer."
+            ) from None
         self._path = run_dir.offer
         self._sending: _Sending | None = None
 
@@ -130,8 +141,7 @@ class _Sending:
     def __init__(self, plan: Plan, files: list[_File], config: WeightsConfig, device: torch.device) -> None:
         self._version, self._files, self._device = plan.version, files, device
         self._stall = timedelta(seconds=config.stall_timeout_s)
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        with socket.create_server((config.host, 0), family=family) as listener:
+        with _listen(config.host) as listener:
             self._host, self._port = listener.getsockname()[:2]
             # The store owns, and closes, the descriptor.
             self._store = self._connect(listen_fd=os.dup(listener.fileno()))
@@ -175,6 +185,10 @@ class _Sending:
                 group.broadcast([part.to(self._device)], dist.BroadcastOptions()).wait()
         # They have all bytes once they say so: until then the connections stay.
         self._store.wait([transfer.received_key(rank) for rank in ranks], self._stall)
+
+
+def _listen(host: str) -> socket.socket:
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _open_group(store: dist.TCPStore, num_members: int, device: torch.device, timeout: timedelta) -> Any:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.config.rl_trainer import WeightsConfig
 from holdfast.config.training import TrainedModelConfig
-from holdfast.errors import DataError
+from holdfast.errors import ConfigError, DataError
 from holdfast.inference.transfer import Incoming, TransferError
 from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
 from holdfast.protocol import transfer
@@ -159,6 +159,12 @@ def test_a_sender_that_fails_or_stands_still_is_noticed(
         with pytest.raises(TransferError, match=reason):
             next(arriving)
     is_over.set()
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(ConfigError, match=rf"weights\.host = '{host}': this machine cannot listen there \("):
+            WeightOffers(RunDir(tmp_path), WeightsConfig(host=host), CPU)
 
 
 def test_other_bytes_than_the_digest_says_are_an_error(offers: WeightOffers, tmp_path: Path) -> None:
