@@ -29,7 +29,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class TransferError(Exception):
-    """The bytes stopped, or are not those of the plan."""
+    """The bytes stopped, or have another digest than the plan."""
 
 
 class Incoming:

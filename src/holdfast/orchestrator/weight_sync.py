@@ -6,8 +6,8 @@
 
 The orchestrator waits for a version, has every engine stage and swap it by one `POST /update_weights`, and reads
 version and digest back (`push`). With `weights.transport = "collective"` the trainer offers a version before it writes
-the directory, and engines take it from the trainer's memory first (`_transfer`); whoever does not have it then is given
-the directory. Each engine proves once, by the parity check, that it computes the trainer's
+the directory, and engines take it from the trainer's memory first (`_transfer`). Engines without it then get the
+directory. Each engine proves once, by the parity check, that it computes the trainer's
 log-probabilities (`check_canary`). The manifest of a version has its digest.
 """
 
@@ -235,7 +235,7 @@ class WeightPusher:
 async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer: Offer, owner: Owner) -> bool:
     """Have the engines that serve something else take `offer`, all in one group; return whether all have it.
 
-    One attempt, and no error: whoever does not have the weights afterwards gets them as a directory.
+    One attempt, and no error: an engine without the weights then gets the directory.
     """
 
     async def join(engine: Engine, first_rank: int) -> None:

@@ -7,8 +7,8 @@
     bytes      groups of whole tensors, in the order of the files
     received   one key for each worker that has all bytes
 
-The bytes are those of `weights/step_N`, so both transports have one digest, and each tensor is compared with the plan
-before it reaches a model. An offer is for one group and one attempt: after any failure the orchestrator pushes the
+The files of `weights/step_N` have the same bytes, so both transports have one digest. Each tensor is compared with the
+plan before it reaches a model. An offer is for one group and one attempt: after any failure the orchestrator pushes the
 directory. Nothing here needs torch.
 """
 
@@ -31,7 +31,7 @@ _DTYPES = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A version that the trainer sends to whoever comes first.
+    """A version that the trainer sends to the first group of members.
 
     Attributes:
         digest: `holdfast.run.weights` of the files that the trainer writes at the same time.

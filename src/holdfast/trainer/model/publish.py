@@ -120,7 +120,7 @@ class WeightPublisher:
         return final
 
     def _write_tensors(self, directory: Path, version: int, offers: WeightOffers | None) -> str | None:
-        """Gather tensors one by one to rank 0, which writes them; return the digest of what was offered, if any."""
+        """Gather tensors one by one to rank 0, which writes them; return the digest of an offer, if there is one."""
         files, digest = SafetensorsWriter(directory), None
         gathered: Iterable[tuple[str, Tensor]] = self._gathered(copy=offers is not None)
         if offers is not None:

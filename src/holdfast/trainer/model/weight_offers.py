@@ -1,7 +1,7 @@
 """Offers a version to the engines over a process group, before and while its directory is written.
 
 `WeightPublisher.publish` gathers a version into the memory of rank 0. `WeightOffers.offer` writes the offer, and a
-thread sends the version to whoever takes it: the trainer trains on meanwhile, and no rank waits for an engine. See
+thread sends the version to the engines: the trainer trains on meanwhile, and no rank waits for an engine. See
 `holdfast.protocol.transfer` for the protocol, `holdfast.inference.transfer` for the other side.
 """
 
@@ -160,7 +160,7 @@ class _Sending:
         )
 
     def close(self) -> None:
-        """Let nobody take the offer any more; what has begun goes on."""
+        """Let nobody take the offer any more; a transfer that has begun continues."""
         # A connection of its own: the thread's is busy as long as it waits.
         self._connect().compare_set(transfer.MEMBERS_KEY, "", transfer.CLOSED)
 

@@ -64,7 +64,7 @@ def run(config: TrainerConfig) -> None:
                     goes_on = version < config.max_steps
                     is_probed = goes_on and version <= last_probed
                     canary = measure_canary(session.policy, tokenizer, mesh, config=config) if is_probed else None
-                    # A parity prompt is in the directory alone.
+                    # Only the directory has a parity prompt.
                     offered_by = offers if goes_on and not is_probed else None
                     session.publisher.publish(version, canary=canary, for_engines=goes_on, offers=offered_by)
 
