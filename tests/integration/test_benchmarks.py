@@ -91,3 +91,9 @@ def test_a_shared_prompt_is_computed_once_for_its_eight_answers() -> None:
     assert tokens["apart"] - tokens["shared"] == 2 * 7 * 64
     assert tokens["trl"] >= tokens["apart"], "padded to the longest"
     assert re.search(r"^  trl / shared: \d", done.stdout, re.M)
+
+
+@pytest.mark.engine
+def test_both_transports_of_weights_are_measured() -> None:
+    printed = printed_by("weight_sync", "--sizes", "3M", "--rounds", "1")
+    assert re.search(r"3M, 10\.2 MB: directory \d+\.\d+ s .*, collective \d+\.\d+ s .*; a copy of the bytes", printed)

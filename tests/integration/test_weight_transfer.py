@@ -18,18 +18,11 @@ pytestmark = pytest.mark.launch
 COLLECTIVE = ("--weights.transport", "collective")
 
 
+@pytest.mark.ranks
 def test_both_transports_end_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    flags = (
-        *SMALL_BATCH,
-        "--max-steps",
-        "4",
-        "--ckpt.interval",
-        "4",
-        "--async-level",
-        "0",
-        "--inference.server.port",
-        str(free_port()),
-    )
+    """The trainer has two ranks, and gathers what it sends."""
+    steps = ("--max-steps", "4", "--ckpt.interval", "4", "--async-level", "0", "--trainer.parallel.num-ranks", "2")
+    flags = (*SMALL_BATCH, *steps, "--inference.server.port", str(free_port()))
     by_directory = succeeded(tmp_path / "directory", *flags, engine=engine)
     by_collective = succeeded(tmp_path / "collective", *flags, *COLLECTIVE, engine=engine)
     assert_same_end(by_collective, by_directory, 4)
