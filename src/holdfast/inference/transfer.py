@@ -123,7 +123,7 @@ class Incoming:
     def _fetch(self) -> None:
         """Receive group after group; the model is never touched here, so a thread that hangs does no harm."""
         try:
-            self._store.set(transfer.ready_key(self._rank), "ready")
+            self._group.allreduce([torch.zeros(1, device=self._device)], dist.AllreduceOptions()).wait()
             files = []
             for file in self._plan.files:
                 header = transfer.header_bytes(file.header)

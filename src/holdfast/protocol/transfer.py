@@ -3,7 +3,7 @@
     offer      the trainer has a version in memory, and listens at an address     `weights/offer.json`
     plan       name and header of each file of that version                       `PLAN_KEY` of the store
     members    the trainer is rank 0, then come the workers of all engines        `MEMBERS_KEY`: the first value counts
-    ready      one key for each worker whose engine has stopped to sample
+    ready      all members add up a number, each worker once its engine has stopped to sample
     bytes      groups of whole tensors, in the order of the files
     received   one key for each worker that has all bytes
 
@@ -134,11 +134,6 @@ def groups_of(entries: Sequence[Entry], *, most_bytes: int) -> Iterator[list[Ent
         group.append(entry)
     if group:
         yield group
-
-
-def ready_key(rank: int) -> str:
-    """Return the key that the member `rank` sets before its first byte."""
-    return f"ready/{rank}"
 
 
 def received_key(rank: int) -> str:

@@ -178,13 +178,13 @@ class _Sending:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         group = _open_group(self._store, num_members, self._device, self._stall)
-        ranks = range(1, num_members)
-        self._store.wait([transfer.ready_key(rank) for rank in ranks], self._stall)
+        # Not by keys of the store: a member that dies here ends the group at once, and no other member waits for it.
+        group.allreduce([torch.zeros(1, device=self._device)], dist.AllreduceOptions()).wait()
         for file in self._files:
             for part in file.groups():
                 group.broadcast([part.to(self._device)], dist.BroadcastOptions()).wait()
         # They have all bytes once they say so: until then the connections stay.
-        self._store.wait([transfer.received_key(rank) for rank in ranks], self._stall)
+        self._store.wait([transfer.received_key(rank) for rank in range(1, num_members)], self._stall)
 
 
 def _listen(host: str) -> socket.socket:

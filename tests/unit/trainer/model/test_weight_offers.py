@@ -161,6 +161,16 @@ def test_a_sender_that_fails_or_stands_still_is_noticed(
     is_over.set()
 
 
+def test_a_member_that_is_gone_ends_the_transfer_of_the_others(offers: WeightOffers, tmp_path: Path) -> None:
+    offers.offer(1, tensors())
+    with ThreadPoolExecutor() as pool:
+        stays, goes = pool.map(lambda rank: join(offered(tmp_path), rank, 3), (1, 2))
+    arriving = stays.receive(ARCHITECTURE, torch.float32)
+    del goes  # before it is ready
+    with pytest.raises(TransferError, match="Connection (closed|reset) by peer"):
+        next(arriving)
+
+
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     for host in ("192.0.2.1", "no.such.host.invalid"):
         with pytest.raises(ConfigError, match=rf"weights\.host = '{host}': this machine cannot listen there \("):
