@@ -59,6 +59,8 @@ def main() -> int:
     turns = 1 if arguments.schedule == "strict" else None
     if arguments.schedule == "rounds":
         flags = (*flags, *IN_ROUNDS)
+    if arguments.collective:
+        flags = (*flags, "--weights.transport", "collective", "--weights.stall-timeout-s", "5")
     if arguments.slow_tool:
         turns = turns and 2
         flags = (*flags, "--orchestrator.environments", '[{"id": "tests.chaos.slow_tool:SlowTool"}]', *_SHORT_TURNS)
@@ -116,6 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slow-tool", action="store_true", help="sessions of two turns with a slow tool between them")
     parser.add_argument("--schedule", choices=["strict", "rounds"], default="strict", help="of the batches")
     parser.add_argument("--everything", action="store_true", help="with all that plays, scores and tells")
+    parser.add_argument("--collective", action="store_true", help="the trainer sends weights from its memory")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--engines", type=int, default=1, help="inference servers of the run")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule")

@@ -113,7 +113,9 @@ REMOVALS: dict[str, str] = {
     "trainer/model/publish.py WeightPublisher._describe_model": OWN,
     "trainer/model/publish.py WeightPublisher.prune": "test_kill_during_save.py",
     "trainer/model/publish.py WeightPublisher.publish": "test_kill_during_save.py",
+    "trainer/model/weight_offers.py WeightOffers._withdraw": ONE_CALL,
     "trainer/profiling.py Profiler._write": OWN,
+    "trainer/programs/rl.py run": ONE_CALL,
     "view/backends.py WandB.begin": "the next process of the tracker removes the rest",
 }
 """Place -> what it is driven by here, the tests that kill it, or why there is nothing to kill."""

@@ -100,3 +100,9 @@ def test_rounds_keep_engines_fuller_in_the_model() -> None:
     for named, *shares in rows:
         strict, in_rounds, kept = map(float, shares)
         assert 1.35 * strict < in_rounds < kept < 1, named
+
+
+@pytest.mark.engine
+def test_both_transports_of_weights_are_measured() -> None:
+    printed = printed_by("weight_sync", "--sizes", "3M", "--rounds", "1")
+    assert re.search(r"3M, 10\.2 MB: directory \d+\.\d+ s .*, collective \d+\.\d+ s .*; a copy of the bytes", printed)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import fcntl
+import multiprocessing
 import os
 import re
 import shutil
@@ -13,16 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.config.rl_trainer import WeightsConfig
 from holdfast.process.heartbeat import HEARTBEAT_ENV, Beat, read_beat
+from holdfast.protocol.inference import UpdateRequest
+from holdfast.protocol.transfer import Offer, Transfer
 from holdfast.run.manifest import Manifest, describe_files, write_manifest
+from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
+from holdfast.trainer.model import weight_offers
+from holdfast.trainer.model.weight_offers import WeightOffers
 from tests.forking.engines import ServerHandle, config_of, start_server
 from tests.forking.popen import Engine
 from tests.models.served import reference_logprobs, write_model
+from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 
 PROMPT = [5, 17, 40, 41, 9, 66]
@@ -106,6 +115,7 @@ def test_logprobs_follow_every_update(client: Client) -> None:
             "model": str(client.models / "a"),
             "owner": None,
             "uid": os.getuid(),
+            "num_workers": 1,
         }
         assert client.weights() == served | {"boot_id": client.boot_id}
         choices = client.generate()
@@ -296,7 +306,14 @@ def test_without_weights_the_server_is_healthy_and_waits(engine: Engine, tmp_pat
     client = Client(engine, _start(engine, tmp_path, tmp_path, load="dummy"), tmp_path)
     try:
         assert client.http.get("/health").json()["weights"] is None
-        served = {"version": None, "digest": None, "model": str(tmp_path / "a"), "owner": None, "uid": os.getuid()}
+        served = {
+            "version": None,
+            "digest": None,
+            "model": str(tmp_path / "a"),
+            "owner": None,
+            "uid": os.getuid(),
+            "num_workers": 1,
+        }
         assert client.weights() == served | {"boot_id": client.boot_id}
         for path, body in (
             ("/inference/v1/generate", {"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
@@ -340,4 +357,119 @@ def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Pat
             assert pushed.result().status_code == 200, pushed.result().text
     finally:
         signal.signal(signal.SIGIO, before)
+    _assert_logprobs(client.models / "b", client.generate())
+
+
+def _offer(run_dir: RunDir, model: Path, version: int, cut: int | None, blow: signal.Signals) -> None:
+    """Offer a model tensor by tensor, as a trainer does, and send this process `blow` in front of tensor `cut`."""
+    groups = weight_offers._File.groups
+
+    def groups_until(file: weight_offers._File) -> Iterator[torch.Tensor]:
+        for index, part in enumerate(groups(file)):
+            if index == cut:
+                os.kill(os.getpid(), blow)
+            yield part
+
+    weight_offers._GROUP_BYTES = 1
+    weight_offers._File.groups = groups_until  # type: ignore[method-assign]
+    with WeightOffers(run_dir, WeightsConfig(stall_timeout_s=HANG_S), torch.device("cpu")) as offers:
+        offers.offer(version, list(load_file(model / "model.safetensors").items()))
+        signal.pause()
+
+
+def _transfer(
+    client: Client, model: Path, directory: Path, *, cut: int | None = None, blow: signal.Signals = signal.SIGKILL
+) -> httpx.Response:
+    """Have a process offer a model and the server take it, from nowhere else; return the answer."""
+    run_dir = RunDir(directory / str(client.version))
+    run_dir.weights.mkdir(parents=True)
+    client.version += 1
+    process = _FORK.Process(target=_offer, args=(run_dir, model, client.version, cut, blow))
+    process.start()
+    try:
+        while not run_dir.offer.exists():
+            assert process.is_alive()
+            time.sleep(0.01)
+        offer = msgspec.json.decode(run_dir.offer.read_bytes(), type=Offer)
+        if blow == signal.SIGSTOP:
+            offer = msgspec.structs.replace(offer, stall_timeout_s=1.0)
+        request = UpdateRequest("/nowhere", client.version, transfer=Transfer(offer, num_members=2, first_rank=1))
+        return client.http.post("/update_weights", content=msgspec.json.encode(request), headers=_JSON)
+    finally:
+        process.kill()
+        process.join()
+
+
+_FORK = multiprocessing.get_context("fork")
+_JSON = {"content-type": "application/json"}
+
+
+def test_both_transports_give_one_digest_and_the_same_bits(client: Client, tmp_path: Path) -> None:
+    client.push(client.models / "b")
+    expected = client.generate()
+    client.push(client.models / "a")
+    response = _transfer(client, client.models / "b", tmp_path)
+    assert (response.status_code, response.json()["digest"]) == (200, weights_digest(client.models / "b"))
+    choices = client.generate()
+    assert [choice["versions"][0]["version"] for choice in choices] == [client.version] * 3
+    for choice, other in zip(choices, expected, strict=True):
+        assert (choice["token_ids"], choice["logprobs"]) == (other["token_ids"], other["logprobs"])
+
+
+def test_an_offer_that_is_gone_changes_nothing(client: Client, tmp_path: Path) -> None:
+    client.push(client.models / "a")
+    weights = client.weights()
+    offer = Offer(9, "0" * 32, f"127.0.0.1:{free_port()}", HANG_S)
+    request = UpdateRequest("/nowhere", 9, transfer=Transfer(offer, num_members=2, first_rank=1))
+    response = client.http.post("/update_weights", content=msgspec.json.encode(request), headers=_JSON)
+    assert response.status_code == 409
+    assert re.search("the offer of version 9 at .* cannot be taken: .*refused", response.json()["error"])
+    assert client.weights() == weights
+    _assert_logprobs(client.models / "a", client.generate())
+
+
+# The tensors come in the order of their names: in front of the first, of the output layer or a norm, and within the
+# layers that vLLM joins (gate and up; k, q and v), where a half must not count as a part of the next weights.
+@pytest.mark.parametrize("cut", [0, 1, 4, 8, 11, 12, 22])
+def test_a_torn_model_never_samples_and_the_next_update_mends_it(client: Client, cut: int, tmp_path: Path) -> None:
+    models = client.models
+    client.push(models / "a")
+    old, sampled = client.version, client.metric("holdfast_generated_tokens_total")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        in_flight = pool.submit(client.generate, seeds=[1, 2], max_tokens=450)
+        _wait_for_tokens(client, sampled + 20)
+        begin = time.monotonic()
+        torn = _transfer(client, models / "c", tmp_path, cut=cut)
+        seconds, frozen = time.monotonic() - begin, client.metric("holdfast_generated_tokens_total")
+        served, health = client.weights(), client.http.get("/health")
+        refused = [
+            client.http.post("/inference/v1/generate", json={"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
+            client.http.post("/v1/completions", json={"prompt": "abc"}),
+        ]
+        sampled = client.metric("holdfast_generated_tokens_total")
+        # Before anything is compared: what is in flight waits for this.
+        mended = client.push(models / "b") if cut % 2 else _transfer(client, models / "b", tmp_path)
+        choices = in_flight.result()
+    assert (torn.status_code, torn.json()["code"]) == (503, "torn"), torn.text
+    assert "transfer broke off" in torn.json()["error"]
+    assert seconds < HANG_S / 2, "noticed by the connection, not by a time-out"
+    assert (served["version"], served["digest"], health.status_code) == (None, None, 200)
+    assert all(answer.status_code == 503 and "torn" in answer.json()["error"] for answer in refused)
+    assert sampled == frozen
+    assert mended.status_code == 200, mended.text
+    assert client.weights()["digest"] == weights_digest(models / "b")
+    _assert_logprobs(models / "b", client.generate())
+    for choice in choices:
+        assert {span["version"] for span in choice["versions"]} <= {old, client.version}
+        cut_at = choice["versions"][0]["end"]
+        by_a = reference_logprobs(models / "a", PROMPT, choice["token_ids"])
+        by_b = reference_logprobs(models / "b", PROMPT, choice["token_ids"])
+        assert choice["logprobs"] == pytest.approx(by_a[:cut_at] + by_b[cut_at:], abs=TOLERANCE)
+
+
+def test_a_sender_that_stands_still_is_given_up(client: Client, tmp_path: Path) -> None:
+    client.push(client.models / "a")
+    torn = _transfer(client, client.models / "b", tmp_path, cut=3, blow=signal.SIGSTOP)
+    assert torn.status_code == 503 and "no bytes came for 1 s" in torn.json()["error"]
+    assert client.push(client.models / "b").status_code == 200
     _assert_logprobs(client.models / "b", client.generate())

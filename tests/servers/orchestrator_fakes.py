@@ -54,7 +54,8 @@ class FakeEngine:
     called behind the check of the request, as if something happened while it is answered. What it awaits keeps nobody
     else waiting. `on_claim` is awaited in front of a claim, `before_update` called in front of a push and `on_update`
     behind it. `intercept` gets the number of each generation request, and may answer it in place of the engine.
-    `is_away` has every request answered by what stands in front of a server that is not there.
+    `is_away` has every request answered by what stands in front of a server that is not there. `transfers` are the
+    ranks and members that it was to have; `tears_weights` has each of them break off.
     """
 
     model: str = MODEL
@@ -88,6 +89,9 @@ class FakeEngine:
     intercept: Callable[[int], Response | None] | None = None
     arrived: list[float] = field(default_factory=list)
     is_away: bool = False
+    num_workers: int = 1
+    transfers: list[tuple[int, int]] = field(default_factory=list)
+    tears_weights: bool = False
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -105,7 +109,7 @@ class FakeEngine:
             owner = self.owner and {"run_id": self.owner, "directory": self.directory, "silent_s": 1.0}
             owner = owner and owner | {"lease_s": self.lease_s}
             served = {"version": self.version, "digest": self.digest, "model": self.model, "boot_id": self.boot_id}
-            served["uid"] = os.getuid() + self.lie_uid
+            served["uid"], served["num_workers"] = os.getuid() + self.lie_uid, self.num_workers
             return served | {"owner": owner or None}
 
         @app.get("/v1/models")
@@ -142,7 +146,16 @@ class FakeEngine:
                 return JSONResponse({"error": "the storage failed", "code": "unreadable"}, 507)
             if self.before_update is not None:
                 self.before_update()
-            digest = self.lie_digest or weights_digest(Path(body["path"]))  # fails where they are gone: none are taken
+            transfer = body.get("transfer")
+            if transfer is not None:
+                self.transfers.append((transfer["first_rank"], transfer["num_members"]))
+                if self.tears_weights:
+                    self.version = self.digest = None
+                    return JSONResponse({"error": "the weights are torn", "code": "torn"}, 503)
+            # Fails where they are gone: none are taken.
+            digest = self.lie_digest or (
+                transfer["offer"]["digest"] if transfer else weights_digest(Path(body["path"]))
+            )
             self.owner = body["owner"]["run_id"]
             self.pushed.append(body["version"])
             self.version = body["version"] + self.lie_version

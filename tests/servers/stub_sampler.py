@@ -3,6 +3,7 @@ pause or a swap of weights never meets it in the middle of a step.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from holdfast.inference.weights import ServerMetrics, read_label
 from holdfast.protocol.inference import Choice, GenerateRequest, SampledSpan
 from holdfast.protocol.rollouts import Logprobs, TokenIds
 from tests.servers.stub_model import Cache, Floats, Model
-from tests.servers.stub_weights import Weights
+from tests.servers.stub_weights import Read, Weights
 
 # Sequences whose prompt and completion need as many blocks share a cache.
 _LENGTH = 64
@@ -94,7 +95,7 @@ class StubSampler:
         self.engine_core = self  # of which the server asks for the scheduler
         self._weights = weights
         self._served = served
-        self._staged: tuple[dict[str, Floats], str] | None = None
+        self._staged: Read | Callable[[], Read] | None = None
         self._model = None if served is None else Model(weights.shape, served[0])
         self._metrics = metrics
         self._most_rows = most_rows
@@ -147,11 +148,14 @@ class StubSampler:
         """Return the digest of the weights that were loaded at the start."""
         return self._served[1] if self._served else None
 
-    async def stage_weights(self, location: str, version: int) -> dict[str, str | None]:
-        """Read and check weights while those before serve."""
+    async def stage_weights(self, location: str, version: int, transfer: str | None = None) -> dict[str, str | None]:
+        """Read and check weights, or join a transfer, while those before serve."""
         self._staged = None
         try:
-            self._staged = await asyncio.to_thread(self._weights.read, Path(location), version)
+            if transfer is None:
+                self._staged = await asyncio.to_thread(self._weights.read, Path(location), version)
+            else:
+                self._staged = await asyncio.to_thread(self._weights.join, transfer)
         except (DataError, ReadError, OSError) as error:
             is_unreadable = is_storage_failure(error)
             return {
@@ -160,11 +164,18 @@ class StubSampler:
             }
         return {"refused": None, "unreadable": None}
 
-    async def apply_weights(self) -> str:
+    async def apply_weights(self) -> dict[str, str | None]:
         assert self._staged is not None and self._paused
-        self._served, self._staged = self._staged, None
+        staged, self._staged = self._staged, None
+        if callable(staged):
+            self._model = None  # as half a model: nothing may sample with it
+            try:
+                staged = await asyncio.to_thread(staged)
+            except Exception as error:  # noqa: BLE001 - told
+                return {"digest": None, "torn": str(error)}
+        self._served = staged
         self._model = Model(self._weights.shape, self._served[0])
-        return self._served[1]
+        return {"digest": self._served[1], "torn": None}
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         """Sample nothing from here on; what was cached is of the weights that go."""

@@ -1,14 +1,17 @@
 """Reading published weights without torch: codes and digests are those of `holdfast.inference.weights`."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import safetensors.numpy
 import xxhash
 from safetensors import SafetensorError
 
 from holdfast.errors import CheckpointError, DataError
+from holdfast.protocol.transfer import Transfer
 from holdfast.run.manifest import MANIFEST_NAME, read_manifest, verify
 from holdfast.run.weights import (
     PEFT_PREFIX,
@@ -28,6 +31,10 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _INDEX_NAME = "model.safetensors.index.json"
 
 
+Read = tuple[dict[str, Floats], str]
+"""Weights by the names of their tensors, and their digest."""
+
+
 class Weights:
     """Reads weights for the model in a directory."""
 
@@ -36,7 +43,7 @@ class Weights:
         self._model_dir = model_dir
         self._shapes = self._expected_shapes()
 
-    def read(self, directory: Path, version: int | None = None) -> tuple[dict[str, Floats], str]:
+    def read(self, directory: Path, version: int | None = None) -> Read:
         """Return whole weights, of an adapter those of the model with it, and the digest of the directory. Raises
         `DataError`: they cannot be used. Raises `OSError`: they cannot be read.
         """
@@ -59,6 +66,23 @@ class Weights:
         if holds_adapter(directory):
             tensors = self._adapted(directory, tensors)
         return self._checked(directory, tensors), digest
+
+    def join(self, transfer: str) -> Callable[[], Read]:
+        """Join a transfer as the workers of vLLM do, and return what receives the weights."""
+        import torch  # not where weights come as directories
+
+        from holdfast.inference.transfer import Incoming
+        from holdfast.inference.weight_files import read_architecture
+
+        wanted, architecture = msgspec.json.decode(transfer, type=Transfer), read_architecture(self._model_dir)
+        incoming = Incoming.join(wanted, rank=0, architecture=architecture, device=torch.device("cpu"))
+
+        def receive() -> Read:
+            tensors = incoming.receive(architecture, torch.float32)
+            found = {name: tensor.numpy() for name, tensor in tensors}
+            return self._checked(Path(transfer), found), incoming.digest
+
+        return receive
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         files = weights_files(self._model_dir)

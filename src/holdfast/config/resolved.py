@@ -24,7 +24,7 @@ FREE = frozenset({
     "output_dir", "dry_run", "clean", "log_format", "keep_attempts", "profile", "ckpt", "max_steps", "epochs",
     "parallel", "val_interval", "eval",
     "data.cache_dir", "data.num_proc", "pretraining.data.cache_dir", "pretraining.data.num_proc",
-    "alerts", "journal", "tracking", "dashboard", "mismatch_limit", "sampler_dtype",
+    "alerts", "journal", "weights", "tracking", "dashboard", "mismatch_limit", "sampler_dtype",
     "batch_timeout_s", "hang_timeout_s", "startup_timeout_s", "save_timeout_s",
     "client", "weights_timeout_s", "environments[].timeout_s",
     "teacher.urls", "teacher.timeout_s", "teacher.ready_timeout_s", "teacher.max_concurrency",

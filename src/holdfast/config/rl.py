@@ -12,7 +12,7 @@ from holdfast.config.cluster import SlurmConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.load import merged
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig, check_rounds
-from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, check_rewards
+from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, WeightsConfig, check_rewards
 from holdfast.config.view import (
     DashboardConfig,
     ProfiledSteps,
@@ -48,6 +48,9 @@ class RlConfig(Command):
 
     journal: JournalConfig | None = None
     """For the trainer: batches that stay after they are trained."""
+
+    weights: WeightsConfig | None = None
+    """For the trainer: how new weights reach the engines."""
 
     tracking: TrackingConfig | None = None
     """For the trainer: experiment trackers that get the metrics."""
@@ -153,6 +156,7 @@ SHARED = {
     "ckpt": ("trainer", "orchestrator"),
     "model": ("trainer", "orchestrator", "inference"),
     "journal": ("trainer",),
+    "weights": ("trainer",),
     "tracking": ("trainer",),
     "profile": ("trainer",),
     "dashboard": ("trainer",),
@@ -232,6 +236,12 @@ def _check_teacher(config: RlConfig) -> None:
         raise ConfigError(
             "trainer.loss.type = 'sft' imitates every rollout whatever its reward, and here the policy itself samples "
             "them: set orchestrator.teacher with mode = 'samples', or another loss, such as 'policy_gradient'"
+        )
+    weights = config.weights or config.trainer.weights
+    if config.orchestrator.is_sampled_by_teacher and weights.transport == "collective":
+        raise ConfigError(
+            "weights.transport = 'collective' sends weights to engines, and here a teacher samples (orchestrator."
+            "teacher with mode = 'samples'), which takes none: leave it out"
         )
     if config.orchestrator.is_sampled_by_teacher and loss != "sft" and ":" not in loss:
         raise ConfigError(

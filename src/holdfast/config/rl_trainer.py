@@ -143,6 +143,21 @@ class JournalConfig(Section):
     never trained again. Without checkpoints all stay: a trainer that dies starts again from the first."""
 
 
+class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["directory", "collective"] = "directory"
+    """`directory`: engines read `weights/step_N`. `collective`: the trainer sends each version from its memory over
+    torch.distributed (gloo, or NCCL between GPUs), before the directory is written, and keeps it in the memory of rank
+    0. An engine that cannot take it reads the directory."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """With `collective`: address of the machine of the trainer's rank 0, at which engines reach it."""
+
+    stall_timeout_s: float = Field(default=60.0, gt=0)
+    """With `collective`: give a transfer up after so long without bytes."""
+
+
 ATTENDED_TOKENS = 4
 """Most tokens that attention holds for each token of a row's budget. It holds a shared prompt once for each answer."""
 
@@ -214,6 +229,9 @@ class TrainerConfig(TrainingCommand):
     journal: JournalConfig = Field(default_factory=JournalConfig)
     """Batches that stay after they are trained."""
 
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    """How new weights reach the engines."""
+
     row_tokens: int = Field(default=4096, ge=2)
     """Token budget of one forward pass of one rank: a packed row, or with a model that cannot be packed
     (docs/models.md) rows of one sample each, with their padding."""
@@ -278,6 +296,15 @@ class TrainerConfig(TrainingCommand):
     @model_validator(mode="after")
     def _advantages_fit(self) -> Self:
         check_advantages(self)
+        return self
+
+    @model_validator(mode="after")
+    def _sends_whole_models(self) -> Self:
+        if self.weights.transport == "collective" and self.model.lora is not None:
+            raise ValueError(
+                "weights.transport = 'collective' sends whole models, and model.lora gives engines a small adapter: "
+                "leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -61,7 +61,6 @@ _RECENT_S = 3.0
 # The temperatures that vLLM uses as asked: it raises lower ones in silence, and refuses higher ones.
 _MIN_TEMPERATURE = 0.01
 _MAX_TEMPERATURE = 2.0
-_NO_WEIGHTS = "no weights yet: the server waits for its first POST /update_weights"
 
 _T = TypeVar("_T")
 _Handler = Callable[[Request], Awaitable[Response]]
@@ -156,7 +155,7 @@ class Routes:
         """Sample one choice per seed; the engine drops them when the client goes away."""
         wanted = decode_body(await request.body(), GenerateRequest)
         if self._engine_weights.version is None:
-            raise RequestError(503, _NO_WEIGHTS)
+            raise RequestError(503, self._engine_weights.none_because)
         with self._metrics.request():
             answer = await _until_disconnect(request, self._sample(wanted))
         return _json(answer, headers={VERSION_HEADER: str(answer.version)})
@@ -205,7 +204,10 @@ class Routes:
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights."""
         wanted = decode_body(await request.body(), UpdateRequest)
-        return _json(await self._engine_weights.update(Path(wanted.path), version=wanted.version, owner=wanted.owner))
+        updated = await self._engine_weights.update(
+            Path(wanted.path), version=wanted.version, owner=wanted.owner, transfer=wanted.transfer
+        )
+        return _json(updated)
 
     async def claim(self, request: Request) -> Response:
         """Make a run the owner of the server."""
@@ -252,6 +254,7 @@ class Routes:
             uid=os.getuid(),
             boot_id=self._engine_weights.boot_id,
             owner=self.ownership.status(),
+            num_workers=self._engine_weights.num_workers,
         )
 
 
@@ -290,7 +293,7 @@ class PolicyVersionMiddleware:
 
         if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
             if before is None:
-                await _error(503, _NO_WEIGHTS)(scope, receive, stamped)
+                await _error(503, self._engine_weights.none_because)(scope, receive, stamped)
                 return
             with self._metrics.request():
                 await self._app(scope, receive, stamped)

@@ -109,7 +109,13 @@ async def _serve(
         metrics.watch(engine.engine_core)
         REGISTRY.register(metrics)
         ownership = Ownership(config.server.lease_s, reserved=owner)
-        engine_weights = EngineWeights(engine, metrics, ownership, update_timeout_s=config.server.update_timeout_s)
+        engine_weights = EngineWeights(
+            engine,
+            metrics,
+            ownership,
+            update_timeout_s=config.server.update_timeout_s,
+            num_workers=engine.vllm_config.parallel_config.world_size,
+        )
         if config.model.load == "auto":
             await _while_alive(engine, engine_weights.adopt_initial())
         # Before the port answers: a server that cannot generate must not look well.

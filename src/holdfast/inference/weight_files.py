@@ -161,7 +161,7 @@ def read_weights(
         DataError: naming the file or tensor at fault, and what was expected.
     """
     tensors, digest = read_files(directory, architecture, version=version)
-    _check_names(directory, tensors, architecture)
+    check_names(directory, tensors, architecture)
     tensors = {
         name: checked(directory, name, tensor, architecture, dtype)
         for name, tensor in tensors.items()
@@ -263,7 +263,8 @@ def _listed(path: Path, expected: dict[str, WeightsFile]) -> WeightsFile:
     return listed
 
 
-def _check_names(directory: Path, tensors: Mapping[str, torch.Tensor], architecture: Architecture) -> None:
+def check_names(directory: Path | str, tensors: Mapping[str, torch.Tensor], architecture: Architecture) -> None:
+    """Raise DataError if a tensor is missing or unknown; `directory` is the place that errors name."""
     allowed = set(architecture.shapes) | ({OUTPUT_LAYER} if architecture.tied else set())
     missing = sorted(architecture.shapes.keys() - tensors.keys())
     if missing and (missing := [name for name in missing if name not in architecture.ignored]):
@@ -274,10 +275,8 @@ def _check_names(directory: Path, tensors: Mapping[str, torch.Tensor], architect
         raise DataError(f"{directory}: tensor '{unknown[0]}' is not part of the model.{nearest(unknown[0], allowed)}")
 
 
-def checked(
-    directory: Path, name: str, tensor: torch.Tensor, architecture: Architecture, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return `tensor` in `dtype` after checking shape, dtype and finiteness."""
+def check_fit(directory: Path | str, name: str, tensor: torch.Tensor, architecture: Architecture) -> None:
+    """Raise DataError if a tensor has another shape or dtype than the model takes."""
     shape = architecture.shapes.get(EMBEDDING if name == OUTPUT_LAYER and architecture.tied else name)
     if shape is not None and tuple(tensor.shape) != shape:
         raise DataError(f"{directory}: tensor '{name}' has shape {list(tensor.shape)}, the model needs {list(shape)}")
@@ -286,6 +285,13 @@ def checked(
         raise DataError(
             f"{directory}: tensor '{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}, allowed: {allowed}"
         )
+
+
+def checked(
+    directory: Path | str, name: str, tensor: torch.Tensor, architecture: Architecture, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return `tensor` in `dtype` after checking shape, dtype and finiteness."""
+    check_fit(directory, name, tensor, architecture)
     tensor = tensor.to(dtype)
     # After the cast: float16 and bfloat16 may overflow where float32 did not.
     if not bool(torch.isfinite(tensor).all()):
@@ -399,8 +405,12 @@ class DirectorySource:
     def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
         self._model_dir = model_dir
         self._dtype = dtype
-        self._architecture: Architecture | None = None
         self._base: BaseWeights | None = None
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Which tensors the model consists of."""
+        return read_architecture(self._model_dir)
 
     def stage(self, location: str, version: int) -> CheckedWeights:
         """Return the weights in the directory `location`. Called in a thread; the model itself is only read.
@@ -410,10 +420,8 @@ class DirectorySource:
             ReadError, OSError: the files could not be read, and may be right.
         """
         directory = Path(location)
-        if self._architecture is None:
-            self._architecture = read_architecture(self._model_dir)
         if not holds_adapter(directory):
-            return read_weights(directory, self._architecture, dtype=self._dtype, version=version)
+            return read_weights(directory, self.architecture, dtype=self._dtype, version=version)
         if self._base is None:
-            self._base = BaseWeights(self._model_dir, self._architecture)
+            self._base = BaseWeights(self._model_dir, self.architecture)
         return read_adapter(directory, self._base, dtype=self._dtype, version=version)

@@ -12,21 +12,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from holdfast.inference.access import Ownership, RequestError
 from holdfast.process.heartbeat import BusyClock, does
-from holdfast.protocol.inference import OTHER_WEIGHTS, UNREADABLE, Owner, UpdateResponse
+from holdfast.protocol.inference import OTHER_WEIGHTS, TORN, UNREADABLE, Owner, UpdateResponse
+from holdfast.protocol.transfer import Transfer
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from holdfast.inference.worker import StageResult
+    from holdfast.inference.worker import ApplyResult, StageResult
 
 
 _log = logging.getLogger("inference")
 
+TORN_WEIGHTS = "the weights are torn, as their transfer broke off"
 _LABEL_SEPARATOR = ":"
 _STAGE_POLL_S = 0.25
 
@@ -99,12 +102,21 @@ class EngineWeights:
     Attributes:
         version: the policy version that serves; None before the first weights.
         digest: `holdfast.run.weights` of the bytes that the worker loaded.
+        torn: why the model is half old and half new, or "". Such a model never samples: the engine stays paused, and
+            the next whole update mends it.
         num_updates: how often the weights were replaced.
         boot_id: of this server's process. A restarted server has another id.
+        num_workers: processes that have a part of the model each.
     """
 
     def __init__(
-        self, engine: AsyncLLM, metrics: ServerMetrics, ownership: Ownership, *, update_timeout_s: float = math.inf
+        self,
+        engine: AsyncLLM,
+        metrics: ServerMetrics,
+        ownership: Ownership,
+        *,
+        update_timeout_s: float = math.inf,
+        num_workers: int = 1,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -113,13 +125,22 @@ class EngineWeights:
         self._lock = asyncio.Lock()
         self.version: int | None = None
         self.digest: str | None = None
+        self.torn = ""
         self.num_updates = 0
         self.boot_id = uuid.uuid4().hex
+        self.num_workers = num_workers
 
     async def adopt_initial(self) -> None:
         """Call the weights that the engine loaded at its start version 0."""
         digests: list[str | None] = await self._engine.collective_rpc("loaded_digest")
         await self._adopt(0, _agreed(digests))
+
+    @property
+    def none_because(self) -> str:
+        """Why no weights serve, if `version` is None."""
+        if self.torn:
+            return f"{TORN_WEIGHTS}: {self.torn}. The server waits for the next POST /update_weights"
+        return "no weights yet: the server waits for its first POST /update_weights"
 
     def require(self, digest: str) -> None:
         """Raise RequestError (409) if other weights than `digest` serve."""
@@ -131,15 +152,21 @@ class EngineWeights:
                 code=OTHER_WEIGHTS,
             )
 
-    async def update(self, directory: Path, *, version: int, owner: Owner | None) -> UpdateResponse:
+    async def update(
+        self, directory: Path, *, version: int, owner: Owner | None, transfer: Transfer | None = None
+    ) -> UpdateResponse:
         """Replace the weights by the weights in `directory`. Requests in flight continue with the new weights.
 
         The workers read and check the directory while the old weights serve. Then the engine is frozen, drops all
         cached keys and values, since they belong to the old weights, swaps the weights, and continues.
 
+        Args:
+            transfer: the weights come from there. The workers join while the old weights serve, and receive the
+                weights into the frozen model.
+
         Raises:
-            RequestError: 409, the directory cannot be used, or another run owns the server; 507, the storage
-                fails. Nothing has changed then.
+            RequestError: 409, the directory or the transfer cannot be used, or another run owns the server; 507, the
+                storage fails. Nothing has changed then. 503 with `torn`: the transfer broke off.
         """
         async with self._lock:
             # Under the lock: the owner may change during another update.
@@ -147,27 +174,34 @@ class EngineWeights:
             started = time.perf_counter()
             does(f"reading policy version {version}", bound_s=self._update_timeout_s)
             try:
-                await self._stage(directory, version)
+                await self._stage(directory, version, transfer)
                 does(f"taking policy version {version}", bound_s=self._update_timeout_s, answers=False)
                 # Not AsyncLLM.pause_generation: it sleeps 20 ms after the engine has confirmed.
                 await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
                 # Before the swap: `/generate` must not miss an update during its prompt.
                 self.num_updates += 1
-                digests: list[str | None] = await self._engine.collective_rpc("apply_weights")
-                await self._adopt(version, _agreed(digests))
+                applied: list[ApplyResult] = await self._engine.collective_rpc("apply_weights")
+                self.torn = next((result["torn"] for result in applied if result["torn"] is not None), "")
+                if self.torn:
+                    self.version = self.digest = None
+                    _log.warning("%s: %s", TORN_WEIGHTS, self.torn)
+                    raise RequestError(503, self.none_because, code=TORN)
+                await self._adopt(version, _agreed([result["digest"] for result in applied]))
                 await self._engine.resume_generation()
             finally:
-                does("serving")
+                does("waiting for whole weights" if self.torn else "serving")
             seconds = time.perf_counter() - started
         self._metrics.weight_update(seconds)
-        _log.info("serving policy version %d from %s after %.0f ms", version, directory, seconds * 1e3)
+        source = directory if transfer is None else transfer.offer.address
+        _log.info("serving policy version %d from %s after %.0f ms", version, source, seconds * 1e3)
         assert self.digest is not None
         return UpdateResponse(version=version, digest=self.digest, seconds=seconds)
 
-    async def _stage(self, directory: Path, version: int) -> None:
-        """Have every worker read and check the weights, while the engine continues."""
+    async def _stage(self, directory: Path, version: int, transfer: Transfer | None) -> None:
+        """Have every worker read and check the weights, or join the transfer, while the engine continues."""
+        encoded = None if transfer is None else msgspec.json.encode(transfer).decode()
         staged: list[StageResult | None] = await self._engine.collective_rpc(
-            "stage_weights", args=(str(directory), version)
+            "stage_weights", args=(str(directory), version, encoded)
         )
         # Polled: a call that waits would block the engine.
         while any(result is None for result in staged):

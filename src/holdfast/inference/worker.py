@@ -12,22 +12,27 @@ import logging
 import multiprocessing
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
+import msgspec
 import torch
 from vllm import _custom_ops
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from holdfast.errors import DataError, ReadError, is_storage_failure
+from holdfast.inference.transfer import Incoming, TransferError
 from holdfast.inference.weight_files import CheckedWeights, DirectorySource, read_architecture, read_weights
 from holdfast.process.child import die_with_parent
+from holdfast.protocol.transfer import Transfer
 
 LOAD_FORMAT = "holdfast"
 SWAP_FAILED_EXIT_CODE = 70
@@ -41,6 +46,13 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 
 # Digest of the weights that `CheckedLoader` has put into the model of this process.
 _loaded_digest: str | None = None
+
+
+class ApplyResult(TypedDict):
+    """Answer of `apply_weights`: the digest of the new weights, or why the model is torn."""
+
+    digest: str | None
+    torn: str | None
 
 
 class StageResult(TypedDict):
@@ -148,23 +160,28 @@ class PolicyWorker:
         vllm_config: VllmConfig
         model_config: ModelConfig
         device: torch.device
+        rank: int
         model_runner: Any
 
     # Class attributes: a mixin of vLLM's worker gets no constructor call.
     _source: DirectorySource | None = None
-    _staged: CheckedWeights | None = None
+    _staged: CheckedWeights | Incoming | None = None
     _staging: Future[StageResult] | None = None
 
     def loaded_digest(self) -> str | None:
         """Return the digest of the weights that were loaded at the start; None with dummy weights."""
         return _loaded_digest
 
-    def stage_weights(self, location: str, version: int) -> StageResult | None:
-        """Read and check the weights of `version` in a thread; None if that takes long: see `staged_weights`."""
+    def stage_weights(self, location: str, version: int, transfer: str | None = None) -> StageResult | None:
+        """Read and check the weights of `version` in a thread; None if that takes long: see `staged_weights`.
+
+        Args:
+            transfer: JSON of a `Transfer`, which the thread joins instead.
+        """
         if self._staging is not None:
             self._staging.exception()  # wait until an abandoned update has ended
         self._staging = Future()
-        thread = threading.Thread(target=self._stage, args=(location, version, self._staging), daemon=True)
+        thread = threading.Thread(target=self._stage, args=(location, version, transfer, self._staging), daemon=True)
         thread.start()
         thread.join(_STAGE_AT_ONCE_S)
         return self.staged_weights()
@@ -174,12 +191,18 @@ class PolicyWorker:
         assert self._staging is not None
         return self._staging.result() if self._staging.done() else None
 
-    def _stage(self, location: str, version: int, result: Future[StageResult]) -> None:
+    def _stage(self, location: str, version: int, transfer: str | None, result: Future[StageResult]) -> None:
         self._staged = None  # of an update that was given up
         try:
             if self._source is None:
                 self._source = DirectorySource(Path(self.model_config.model), _engine_dtype(self.model_config))
-            self._staged = self._source.stage(location, version)
+            if transfer is None:
+                self._staged = self._source.stage(location, version)
+            else:
+                wanted = msgspec.json.decode(transfer, type=Transfer)
+                self._staged = Incoming.join(
+                    wanted, rank=self.rank, architecture=self._source.architecture, device=self.device
+                )
         except (DataError, ReadError, OSError) as error:
             said, unreadable = str(error), is_storage_failure(error)
             result.set_result(
@@ -190,34 +213,48 @@ class PolicyWorker:
         else:
             result.set_result(StageResult(refused=None, unreadable=None))
 
-    def apply_weights(self) -> str:
+    def apply_weights(self) -> ApplyResult:
         """Swap the staged weights into the model and return their digest. The engine must be paused.
 
-        A half-written model must never serve, so any failure ends the process with SWAP_FAILED_EXIT_CODE.
+        If a transfer breaks off, the model is torn until the next call succeeds. A half-written model must never serve,
+        so any other failure ends the process with SWAP_FAILED_EXIT_CODE.
         """
         try:
             staged, self._staged = self._staged, None
             assert staged is not None, "apply_weights without stage_weights"
-            model = self.model_runner.get_model()
-            with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-                experts = _forget_packed_experts(model) if self.device.type == "cpu" else []
-                initialize_layerwise_reload(model)
-                model.load_weights(iter(staged.tensors.items()))
-                finalize_layerwise_reload(model, self.model_config)
-                if self.device.type == "cpu":
-                    _repack_tied_layers(model)
-                if any(method.moe_kernel is None for method in experts):
-                    raise RuntimeError(
-                        f"this build of vLLM does not renew the experts of {type(model).__name__} when weights are "
-                        "pushed: the model can be served, and not trained by rl"
-                    )
+            try:
+                self._swap(staged)
+            except (TransferError, DataError) as error:  # of `Incoming.receive`
+                return ApplyResult(digest=None, torn=str(error))
             self.model_runner.reset_lora_state()
         except BaseException:  # noqa: BLE001 - the process ends
             _log.exception("the weights could not be swapped; the engine ends, because its model is half-written")
             # os._exit flushes nothing.
             logging.shutdown()
             os._exit(SWAP_FAILED_EXIT_CODE)
-        return staged.digest
+        return ApplyResult(digest=staged.digest, torn=None)
+
+    def _swap(self, staged: CheckedWeights | Incoming) -> None:
+        model, dtype = self.model_runner.get_model(), _engine_dtype(self.model_config)
+        if isinstance(staged, Incoming):
+            assert self._source is not None
+            tensors = staged.receive(self._source.architecture, dtype)
+        else:
+            tensors = iter(staged.tensors.items())
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            experts = _forget_packed_experts(model) if self.device.type == "cpu" else []
+            _forget_torn_layers(model)
+            initialize_layerwise_reload(model)
+            model.load_weights(tensors)
+            deque(tensors, maxlen=0)  # to the end: a digest comes last
+            finalize_layerwise_reload(model, self.model_config)
+            if self.device.type == "cpu":
+                _repack_tied_layers(model)
+            if any(method.moe_kernel is None for method in experts):
+                raise RuntimeError(
+                    f"this build of vLLM does not renew the experts of {type(model).__name__} when weights are "
+                    "pushed: the model can be served, and not trained by rl"
+                )
 
 
 def _engine_dtype(model_config: ModelConfig) -> torch.dtype:
@@ -235,6 +272,17 @@ def _refuse_unset_weights(model: torch.nn.Module, loaded: set[str] | None, direc
             f"{directory}: vLLM's {type(model).__name__} has {len(unset)} weights that are in no file, such as "
             f"'{unset[0]}'. What config.json asks for and what the files hold differ: correct config.json"
         )
+
+
+def _forget_torn_layers(model: torch.nn.Module) -> None:
+    """Forget the tensors of a transfer that broke off, for layers that did not get all of them.
+
+    vLLM would count them as loaded: such a layer would take the next weights for whole too early, and leave out others.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.loaded_weights.clear()
+        info.load_numel = 0
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> list[Any]:

@@ -5,7 +5,9 @@
     swap      the engine pauses, and its model takes the staged weights        `inference.worker`
 
 The orchestrator waits for a version, has every engine stage and swap it by one `POST /update_weights`, and reads
-version and digest back (`push`). Each engine proves once, by the parity check, that it computes the trainer's
+version and digest back (`push`). With `weights.transport = "collective"` the trainer offers a version before it writes
+the directory, and engines take it from the trainer's memory first (`_transfer`). Engines without it then get the
+directory. Each engine proves once, by the parity check, that it computes the trainer's
 log-probabilities (`check_canary`). The manifest of a version has its digest.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from holdfast.orchestrator.client.pool import Engine
 from holdfast.orchestrator.tasks import phase
 from holdfast.process.heartbeat import Wait
 from holdfast.protocol.inference import CANARY_NAME, Canary, GenerateRequest, Owner, UpdateRequest, deviation
+from holdfast.protocol.transfer import Offer, Transfer
 from holdfast.run import atomic
 from holdfast.run.journal import POLL_S
 from holdfast.run.manifest import MANIFEST_NAME, read_manifest
@@ -42,16 +45,17 @@ class PublishedWeights:
     Attributes:
         path: its directory, which the engines see under the same path.
         digest: what an engine must report after loading it.
-        written: inode and time of its manifest, which tell whether it was published again.
+        written: inode and time of its manifest, which tell whether it was published again; None: the trainer offers
+            it, and is still writing the directory.
     """
 
     version: int
     path: Path
     digest: str
-    written: tuple[int, int]
+    written: tuple[int, int] | None
 
     def was_replaced(self) -> bool:
-        """Whether the directory is gone or was published again, so that staging it may fail."""
+        """Whether the directory is gone, not there yet, or was published again, so that staging it may fail."""
         try:
             return _written(self.path) != self.written
         except FileNotFoundError:
@@ -92,10 +96,23 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
     return PublishedWeights(version=version, path=path, digest=digest, written=written)
 
 
+def read_offer(run_dir: RunDir) -> Offer | None:
+    """Return what the trainer offers, if it does. Raises CheckpointError if the offer is damaged."""
+    try:
+        return msgspec.json.decode(run_dir.offer.read_bytes(), type=Offer)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{run_dir.offer} is damaged: {error}") from None
+
+
 async def wait_for_weights(
-    run_dir: RunDir, version: int, *, timeout_s: float, check: Callable[[], None]
+    run_dir: RunDir, version: int, *, timeout_s: float, check: Callable[[], None], takes_offers: bool = False
 ) -> PublishedWeights:
     """Wait for the trainer to publish `version`; `check` is called again and again, and may raise.
+
+    Args:
+        takes_offers: return the version as soon as the trainer offers it.
 
     Raises WaitedInVain after `timeout_s` seconds without progress of any process; CheckpointError if the published
     weights are damaged, or another version.
@@ -110,6 +127,8 @@ async def wait_for_weights(
                 # A resuming trainer may remove the directory and publish it again.
                 if path.exists():
                     raise
+        elif takes_offers and (offer := read_offer(run_dir)) is not None and offer.version == version:
+            return PublishedWeights(version=version, path=path, digest=offer.digest, written=None)
         check()
         if wait.is_over():
             raise WaitedInVain(
@@ -145,7 +164,7 @@ class WeightPusher:
         """Wait until the trainer has published `version`; see `wait_for_weights`."""
         if self._serving is not None and self._serving.version == version:
             return self._serving
-        return await wait_for_weights(self.run_dir, version, timeout_s=self.timeout_s, check=check)
+        return await wait_for_weights(self.run_dir, version, timeout_s=self.timeout_s, check=check, takes_offers=True)
 
     async def serve(self, weights: PublishedWeights, *, check: Callable[[], None]) -> PublishedWeights:
         """Make all usable engines serve `weights`, and return what they serve; lost engines get it when they return.
@@ -156,7 +175,7 @@ class WeightPusher:
         for _ in range(_REPLACEMENTS):
             try:
                 # Also if it is served already: an engine may have been restarted.
-                await self._push_to_all(weights)
+                weights = await self._push_to_all(weights, check)
                 break
             except InferenceError:
                 if not weights.was_replaced():
@@ -168,15 +187,21 @@ class WeightPusher:
         self._serving = weights
         return weights
 
-    async def _push_to_all(self, weights: PublishedWeights) -> None:
+    async def _push_to_all(self, weights: PublishedWeights, check: Callable[[], None]) -> PublishedWeights:
+        """Give all usable engines `weights`, or what was published in their place, and return that."""
         owner = await self.client.lease.claim()
         pool = self.client.pool
+
+        async def published() -> PublishedWeights:
+            return await wait_for_weights(self.run_dir, weights.version, timeout_s=self.timeout_s, check=check)
 
         async def push_to(engine: Engine) -> None:
             await push(engine, weights, owner)
             await self._prove(engine, weights)
 
         async def restore(engine: Engine) -> None:
+            if weights.written is None:
+                await published()
             try:
                 await push_to(engine)
             except InferenceError as error:
@@ -188,8 +213,16 @@ class WeightPusher:
         # Before the push: an engine that comes back meanwhile must get these weights.
         self.client.expect(version=weights.version, restore=restore)
         with phase("pushing weights and reading them back", version=weights.version):
+            offer = read_offer(self.run_dir)
+            is_offered = offer is not None and (offer.version, offer.digest) == (weights.version, weights.digest)
+            have_all = (
+                await _transfer(pool.there(), weights, offer, owner) if offer is not None and is_offered else False
+            )
+            if weights.written is None and not have_all:
+                weights = await published()
             await pool.attend(push_to)
             await pool.wait_for_any()
+        return weights
 
     async def _prove(self, engine: Engine, weights: PublishedWeights) -> None:
         if engine in self._proven or (canary := weights.read_canary()) is None:
@@ -197,6 +230,38 @@ class WeightPusher:
         # Engines take `seq_len` tokens, including one sampled token.
         await check_canary(self.client, engine, canary.head(self.seq_len - 1), weights_digest=weights.digest)
         self._proven.add(engine)
+
+
+async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer: Offer, owner: Owner) -> bool:
+    """Have the engines that serve something else take `offer`, all in one group; return whether all have it.
+
+    One attempt, and no error: an engine without the weights then gets the directory.
+    """
+
+    async def join(engine: Engine, first_rank: int) -> None:
+        transfer = Transfer(offer, num_members=num_members, first_rank=first_rank)
+        await engine.update_weights(UpdateRequest(str(weights.path), weights.version, owner, transfer))
+
+    def failed(results: Sequence[object]) -> bool:
+        errors = [error for error in results if isinstance(error, BaseException)]
+        for error in errors:
+            if not isinstance(error, InferenceError | Unavailable):
+                raise error
+            _log.warning("version %d goes to the engines as a directory: %s", weights.version, error)
+        return bool(errors)
+
+    served = await asyncio.gather(*(engine.served() for engine in engines), return_exceptions=True)
+    first_ranks: dict[Engine, int] = {}
+    num_members = 1  # the trainer
+    for engine, found in zip(engines, served, strict=True):
+        if not isinstance(found, BaseException) and (found.version, found.digest) != (weights.version, weights.digest):
+            first_ranks[engine] = num_members
+            num_members += found.num_workers
+    joined = await asyncio.gather(*(join(*one) for one in first_ranks.items()), return_exceptions=True)
+    has_failed = failed([*served, *joined])
+    if first_ranks and not has_failed:
+        _log.info("version %d went to %d engines from the trainer's memory", weights.version, len(first_ranks))
+    return not has_failed
 
 
 async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:

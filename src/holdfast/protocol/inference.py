@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import Logprobs, TokenIds, VersionSpan
+from holdfast.protocol.transfer import Transfer
 
 GENERATE_ROUTE = "/inference/v1/generate"
 HEALTH_ROUTE = "/health"
@@ -35,16 +36,18 @@ OWNER_HEADER = "x-holdfast-run"
 VERSION_HEADER = "x-policy-version"
 """Header of every answer: the policy version that made it."""
 
-ErrorCode = Literal["owned", "other_weights", "unreadable"]
+ErrorCode = Literal["owned", "other_weights", "unreadable", "torn"]
 """Errors that a program can react to.
 
     owned           409: the server is another run's
     other_weights   409: the request is for other weights than the served weights
     unreadable      507: the storage failed to read the weights of a push; they may be whole
+    torn            503: a transfer of weights broke off; nothing is sampled before the next push
 """
 OWNED: ErrorCode = "owned"
 OTHER_WEIGHTS: ErrorCode = "other_weights"
 UNREADABLE: ErrorCode = "unreadable"
+TORN: ErrorCode = "torn"
 
 MAX_CHOICES = 4096
 """Most seeds of one request."""
@@ -177,6 +180,7 @@ class ServedWeights(msgspec.Struct):
         uid: of the user who runs the server.
         boot_id: of the server; it changes when the server restarts.
         owner: the run that it serves; None: any.
+        num_workers: processes that take part in a transfer of weights.
     """
 
     version: int | None
@@ -185,6 +189,7 @@ class ServedWeights(msgspec.Struct):
     uid: int
     boot_id: str
     owner: OwnerStatus | None
+    num_workers: int = 1
 
 
 class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -194,11 +199,13 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
         path: a directory that the engine's machine can read.
         version: of the weights in it.
         owner: the run of the weights, which then owns the server; None: only for a server without an owner.
+        transfer: take the weights from there, and not from `path`.
     """
 
     path: str
     version: _Version
     owner: Owner | None = None
+    transfer: Transfer | None = None
 
 
 class UpdateResponse(msgspec.Struct):

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.errors import RunDirError
 from holdfast.protocol.inference import Owner
+from holdfast.protocol.transfer import OFFER_NAME
 from holdfast.run import atomic, checked, lock
 from holdfast.run.checkpoints import REFERENCE_NAME, Entry, list_entries
 from holdfast.run.manifest import read_manifest
@@ -115,6 +116,11 @@ class RunDir:
     def weights_of(self, version: int) -> Path:
         """Directory of the published weights of policy `version`."""
         return self.weights / f"step_{version}"
+
+    @property
+    def offer(self) -> Path:
+        """The offer of the trainer that lives, if it sends weights by itself; see `holdfast.protocol.transfer`."""
+        return self.weights / OFFER_NAME
 
     def evaluation(self, version: int) -> Path:
         """Directory of the evaluation of policy `version`."""

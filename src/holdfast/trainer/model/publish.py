@@ -7,19 +7,22 @@ adapter. `holdfast.orchestrator.weight_sync` describes the whole weight push.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.errors import DataError
 from holdfast.protocol.inference import CANARY_NAME
 from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
-from holdfast.run.weights import ADAPTER_DIR
+from holdfast.run.weights import ADAPTER_DIR, listed_digest
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.lora import Adapters, whole_tensors
 from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, TensorLayout
+from holdfast.trainer.model.weight_offers import WeightOffers
 
 
 class WeightPublisher:
@@ -65,7 +68,13 @@ class WeightPublisher:
             shutil.rmtree(scratch)
 
     def publish(
-        self, version: int, *, path: Path | None = None, canary: bytes | None = None, for_engines: bool = False
+        self,
+        version: int,
+        *,
+        path: Path | None = None,
+        canary: bytes | None = None,
+        for_engines: bool = False,
+        offers: WeightOffers | None = None,
     ) -> Path:
         """Publish the policy's weights as `version`; return the directory. Collective.
 
@@ -73,6 +82,7 @@ class WeightPublisher:
             path: unset: `weights/step_N`.
             canary: parity prompt for engines; see `holdfast.protocol.inference`.
             for_engines: write only the adapter, if the policy has one.
+            offers: offer whole weights to engines before they are written; None on all ranks except rank 0.
 
         Raises:
             DataError: engines could not use the adapter.
@@ -88,8 +98,9 @@ class WeightPublisher:
         temporary = atomic.temporary_sibling(final)
         if self._mesh.is_main:
             temporary.mkdir(parents=True)
+        offered = None
         if not adapter_alone:
-            self._write_tensors(temporary)
+            offered = self._write_tensors(temporary, version, offers)
         if self._adapters is not None:
             place = temporary if adapter_alone else temporary / ADAPTER_DIR
             self._adapters.write_factors(place, keep=self._mesh.is_main)
@@ -101,20 +112,32 @@ class WeightPublisher:
                 (temporary / CANARY_NAME).write_bytes(canary)
             files = manifest.describe_files(temporary)
             listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
+            assert offered in (None, listed_digest(listing, temporary)), "other weights were offered than written"
             manifest.write_manifest(temporary, listing)
             if final.exists():
                 atomic.remove_directory(final)
             atomic.publish_directory(temporary, final)
         return final
 
-    def _write_tensors(self, directory: Path) -> None:
-        """Gather tensors one by one to rank 0, which writes them."""
-        files = SafetensorsWriter(directory)
-        tensors = whole_tensors(self._policy.hf_model, keep=self._mesh.is_main)
-        for name, tensor in self._layout.to_files(tensors) if self._mesh.is_main else tensors:
-            files.add(name, tensor.to(dtype=self._dtype if tensor.is_floating_point() else None).contiguous())
+    def _write_tensors(self, directory: Path, version: int, offers: WeightOffers | None) -> str | None:
+        """Gather tensors one by one to rank 0, which writes them; return the digest of an offer, if there is one."""
+        files, digest = SafetensorsWriter(directory), None
+        gathered: Iterable[tuple[str, Tensor]] = self._gathered(copy=offers is not None)
+        if offers is not None:
+            gathered = list(gathered)
+            digest = offers.offer(version, gathered)
+        for name, tensor in gathered:
+            files.add(name, tensor)
         if self._mesh.is_main:
             files.close()
+        return digest
+
+    def _gathered(self, *, copy: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the files on rank 0, and some on others; `copy`: none shares memory with the policy."""
+        tensors = whole_tensors(self._policy.hf_model, keep=self._mesh.is_main)
+        for name, tensor in self._layout.to_files(tensors) if self._mesh.is_main else tensors:
+            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            yield name, tensor.to(dtype=dtype, copy=copy).contiguous()
 
     def prune(self, needed: set[int]) -> None:
         """Remove the published versions that are not `needed`."""

@@ -265,6 +265,28 @@ def mode_of_new_files() -> int:
     return 0o666 & ~int(umask[1], 8) if umask else 0o600
 
 
+def split_files(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, list[tuple[str, Tensor]]]]:
+    """Return the files, by their names, into which a `SafetensorsWriter` divides these tensors."""
+    files: list[list[tuple[str, Tensor]]] = []
+    size = 0
+    for name, tensor in tensors:
+        own = tensor.numel() * tensor.element_size()
+        if not files or size + own > MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append((name, tensor))
+        size += own
+    names = (
+        [_SINGLE_NAME] if len(files) == 1 else [file_name("model", number, len(files)) for number in range(len(files))]
+    )
+    return list(zip(names, files, strict=True))
+
+
+def file_name(name: str, number: int, num_files: int) -> str:
+    """Return the name of file `number`, from 0, of several."""
+    return f"{name}-{number + 1:05d}-of-{num_files:05d}.safetensors"
+
+
 class SafetensorsWriter:
     """Writes tensors that come one by one into safetensors files, and holds the tensors of one file at most.
 
@@ -300,8 +322,8 @@ class SafetensorsWriter:
             self._files[0][0].rename(self._directory / f"{self._name}.safetensors")
             return
         weight_map: dict[str, str] = {}
-        for number, (path, names) in enumerate(self._files, start=1):
-            final = f"{self._name}-{number:05d}-of-{len(self._files):05d}.safetensors"
+        for number, (path, names) in enumerate(self._files):
+            final = file_name(self._name, number, len(self._files))
             path.rename(self._directory / final)
             weight_map |= dict.fromkeys(names, final)
         index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}

@@ -8,6 +8,7 @@ the orchestrator has one way to begin.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -22,6 +23,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.samples import check_same_tokens
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.model.weight_offers import WeightOffers
 from holdfast.trainer.rl.accounting import Ledger, check_provenance
 from holdfast.trainer.rl.auxiliary_models import Ema
 from holdfast.trainer.rl.components import RlComponents
@@ -54,15 +56,20 @@ def run(config: TrainerConfig) -> None:
             components.check_models()
             learner = Learner(config, session, components, pretraining)  # before anything is published: it may refuse
             last_probed = _last_probed(session, config)
+            session.run_dir.offer.unlink(missing_ok=True)  # of an attempt that was killed
+            is_sending = mesh.is_main and config.weights.transport == "collective"
+            with WeightOffers(session.run_dir, config.weights, mesh.device) if is_sending else nullcontext() as offers:
 
-            def publish(version: int) -> None:
-                goes_on = version < config.max_steps
-                is_probed = goes_on and version <= last_probed
-                canary = measure_canary(session.policy, tokenizer, mesh, config=config) if is_probed else None
-                session.publisher.publish(version, canary=canary, for_engines=goes_on)
+                def publish(version: int) -> None:
+                    goes_on = version < config.max_steps
+                    is_probed = goes_on and version <= last_probed
+                    canary = measure_canary(session.policy, tokenizer, mesh, config=config) if is_probed else None
+                    # Only the directory has a parity prompt.
+                    offered_by = offers if goes_on and not is_probed else None
+                    session.publisher.publish(version, canary=canary, for_engines=goes_on, offers=offered_by)
 
-            publish(session.progress.step)
-            _train(config, session, components, learner, publish)
+                publish(session.progress.step)
+                _train(config, session, components, learner, publish)
             if components.ema is not None:
                 _publish_average(session, components.ema)
 

@@ -1,0 +1,200 @@
+"""Offers a version to the engines over a process group, before and while its directory is written.
+
+`WeightPublisher.publish` gathers a version into the memory of rank 0. `WeightOffers.offer` writes the offer, and a
+thread sends the version to the engines: the trainer trains on meanwhile, and no rank waits for an engine. See
+`holdfast.protocol.transfer` for the protocol, `holdfast.inference.transfer` for the other side.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from holdfast.config.rl_trainer import WeightsConfig
+from holdfast.errors import ConfigError
+from holdfast.protocol import transfer
+from holdfast.protocol.transfer import Entry, Offer, Plan, PlannedFile
+from holdfast.run import atomic
+from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import WeightsFile, combined_digest
+from holdfast.trainer.model.tensor_names import split_files
+
+_log = logging.getLogger("trainer")
+# While nobody takes an offer, its thread waits: an orchestrator may be busy with a batch for days.
+_FOREVER = timedelta(days=365)
+_GROUP_BYTES = 64 << 20
+_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
+    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file of a version as it will be on the disk: its tensors in the order of their bytes."""
+
+    name: str
+    entries: list[Entry]
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensors: dict[str, Tensor]) -> _File:
+        entries: list[Entry] = []
+        at = 0
+        order = transfer.in_file_order((name, _NAMES[tensor.dtype]) for name, tensor in tensors.items())
+        for tensor_name in order:
+            tensor = tensors[tensor_name]
+            end = at + tensor.numel() * tensor.element_size()
+            entries.append(Entry(tensor_name, _NAMES[tensor.dtype], tuple(tensor.shape), at, end))
+            at = end
+        return cls(name, entries, [tensors[tensor_name] for tensor_name in order])
+
+    def described(self) -> WeightsFile:
+        """Return size and checksum, as `holdfast.run.manifest` finds them on the disk."""
+        header = transfer.header_bytes(transfer.encode_header(self.entries))
+        checksum = xxhash.xxh3_128(header)
+        for tensor in self.tensors:
+            checksum.update(_bytes_of(tensor).numpy().data)
+        return WeightsFile(self.name, len(header) + self.entries[-1].end, checksum.hexdigest())
+
+    def groups(self) -> Iterator[Tensor]:
+        """Yield the bytes of the tensors that are sent together."""
+        tensors = iter(self.tensors)
+        for group in transfer.groups_of(self.entries, most_bytes=_GROUP_BYTES):
+            parts = [_bytes_of(next(tensors)) for _ in group]
+            yield parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class WeightOffers:
+    """The offers of one trainer, of which only the newest can be taken. A context manager.
+
+    Args:
+        device: of the trainer: NCCL sends from a GPU to GPUs, gloo from a CPU to any.
+
+    Raises:
+        ConfigError: this machine cannot listen at `config.host`.
+    """
+
+    def __init__(self, run_dir: RunDir, config: WeightsConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        try:
+            _listen(config.host).close()
+        except OSError as error:
+            raise ConfigError(
+                f"weights.host = '{config.host}': this machine cannot listen there ({error.strerror}). Set "
+                "weights.host to the address at which the engines reach the machine of the trainer."
+            ) from None
+        self._path = run_dir.offer
+        self._sending: _Sending | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._withdraw()
+
+    def offer(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> str:
+        """Offer the tensors of the files of `version`, and return the digest of these files.
+
+        Args:
+            tensors: contiguous, on the CPU, and never written to again.
+        """
+        self._withdraw()
+        files = [_File.of(name, dict(group)) for name, group in split_files(tensors)]
+        digest = combined_digest(file.described() for file in files)
+        planned = [PlannedFile(file.name, transfer.encode_header(file.entries)) for file in files]
+        plan = Plan(version, digest, self._device.type, _GROUP_BYTES, planned)
+        self._sending = _Sending(plan, files, self._config, self._device)
+        offer = Offer(version, digest, self._sending.address, self._config.stall_timeout_s)
+        atomic.write_file(self._path, msgspec.json.encode(offer))
+        return digest
+
+    def _withdraw(self) -> None:
+        self._path.unlink(missing_ok=True)
+        if self._sending is not None:
+            self._sending.close()
+            self._sending = None
+
+
+class _Sending:
+    """One offer: a store, and a thread that sends once, to the first members that join."""
+
+    def __init__(self, plan: Plan, files: list[_File], config: WeightsConfig, device: torch.device) -> None:
+        self._version, self._files, self._device = plan.version, files, device
+        self._stall = timedelta(seconds=config.stall_timeout_s)
+        with _listen(config.host) as listener:
+            self._host, self._port = listener.getsockname()[:2]
+            # The store owns, and closes, the descriptor.
+            self._store = self._connect(listen_fd=os.dup(listener.fileno()))
+        self._store.set(transfer.PLAN_KEY, msgspec.json.encode(plan).decode())
+        self.address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        threading.Thread(target=self._run, name="weights", daemon=True).start()
+
+    def _connect(self, *, listen_fd: int | None = None) -> dist.TCPStore:
+        return dist.TCPStore(
+            self._host,
+            self._port,
+            is_master=listen_fd is not None,
+            timeout=self._stall,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+
+    def close(self) -> None:
+        """Let nobody take the offer any more; a transfer that has begun continues."""
+        # A connection of its own: the thread's is busy as long as it waits.
+        self._connect().compare_set(transfer.MEMBERS_KEY, "", transfer.CLOSED)
+
+    def _run(self) -> None:
+        try:
+            self._store.wait([transfer.MEMBERS_KEY], _FOREVER)
+            members = self._store.get(transfer.MEMBERS_KEY).decode()
+            if members != transfer.CLOSED:
+                self._send(int(members))
+        except RuntimeError as error:  # of torch.distributed: a member is gone, or stands still
+            reason = str(error).partition("\n")[0]
+            _log.warning("version %d was not sent to all engines, which get its files: %s", self._version, reason)
+
+    def _send(self, num_members: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        group = _open_group(self._store, num_members, self._device, self._stall)
+        # Not by keys of the store: a member that dies here ends the group at once, and no other member waits for it.
+        group.allreduce([torch.zeros(1, device=self._device)], dist.AllreduceOptions()).wait()
+        for file in self._files:
+            for part in file.groups():
+                group.broadcast([part.to(self._device)], dist.BroadcastOptions()).wait()
+        # They have all bytes once they say so: until then the connections stay.
+        self._store.wait([transfer.received_key(rank) for rank in range(1, num_members)], self._stall)
+
+
+def _listen(host: str) -> socket.socket:
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def _open_group(store: dist.TCPStore, num_members: int, device: torch.device, timeout: timedelta) -> Any:
+    if device.type == "cuda":
+        nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue] - missing in builds for CPUs
+        options = nccl.Options()
+        options._timeout = timeout
+        return nccl(store, 0, num_members, options)
+    return dist.ProcessGroupGloo(store, 0, num_members, timeout)

@@ -1,0 +1,192 @@
+"""Weights that the trainer sends over gloo: the bits of the directory, a refusal that changes nothing, or an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.config.rl_trainer import WeightsConfig
+from holdfast.config.training import TrainedModelConfig
+from holdfast.errors import ConfigError, DataError
+from holdfast.inference.transfer import Incoming, TransferError
+from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
+from holdfast.protocol import transfer
+from holdfast.protocol.transfer import Offer, PlannedFile, Transfer
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model import tensor_names, weight_offers
+from holdfast.trainer.model.policy import build_policy
+from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.weight_offers import WeightOffers
+from tests.runs.processes import HANG_S
+
+CPU = torch.device("cpu")
+NAMES = ("b.weight", "a.weight", "a.bias", "c")
+ARCHITECTURE = Architecture(shapes=dict.fromkeys(NAMES, (4, 3)), tied=False)
+
+
+@pytest.fixture
+def offers(tmp_path: Path) -> Iterator[WeightOffers]:
+    (tmp_path / "weights").mkdir()
+    with WeightOffers(RunDir(tmp_path), WeightsConfig(stall_timeout_s=HANG_S), CPU) as offers:
+        yield offers
+    assert not RunDir(tmp_path).offer.exists()
+
+
+def offered(directory: Path) -> Offer:
+    return msgspec.json.decode(RunDir(directory).offer.read_bytes(), type=Offer)
+
+
+def tensors(seed: int = 0) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(4, 3, generator=generator)) for name in NAMES]
+
+
+def join(offer: Offer, rank: int = 1, num_members: int = 2, architecture: Architecture = ARCHITECTURE) -> Incoming:
+    return Incoming.join(Transfer(offer, num_members, rank), rank=0, architecture=architecture, device=CPU)
+
+
+def receive(incoming: Incoming, architecture: Architecture = ARCHITECTURE) -> dict[str, Tensor]:
+    return dict(incoming.receive(architecture, torch.float32))
+
+
+def test_the_header_is_the_one_that_safetensors_writes() -> None:
+    dtypes = [*weight_offers._NAMES, torch.uint16, torch.uint32, torch.uint64]
+    kinds = {**weight_offers._NAMES, torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
+    named = {f"{before}.{kinds[dtype]}": dtype for dtype in dtypes for before in ("a", 'é"\\\n\u2028/')}
+    content = safetensors.torch.save(
+        {name: torch.zeros(index, dtype=dtype) for index, (name, dtype) in enumerate(named.items())}, {"format": "pt"}
+    )
+    entries, at, sizes = [], 0, {name: index for index, name in enumerate(named)}
+    for name in transfer.in_file_order((name, kinds[dtype]) for name, dtype in named.items()):
+        end = at + sizes[name] * named[name].itemsize
+        entries.append(transfer.Entry(name, kinds[named[name]], (sizes[name],), at, end))
+        at = end
+    header = transfer.encode_header(entries)
+    assert content.startswith(transfer.header_bytes(header))
+    assert transfer.entries_of(PlannedFile("model.safetensors", header)) == entries
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_files", [1, 4])
+def test_what_is_sent_is_what_is_written(
+    dtype: str,
+    num_files: int,
+    offers: WeightOffers,
+    tiny_model: Callable[..., Path],
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model()
+    policy = build_policy(TrainedModelConfig(name=str(model)), mesh, seed=0)
+    if num_files > 1:
+        monkeypatch.setattr(tensor_names, "MAX_FILE_BYTES", 30_000 if dtype == "float32" else 15_000)
+    monkeypatch.setattr(weight_offers, "_GROUP_BYTES", 5_000)
+    publisher = WeightPublisher(RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype)
+    directory = publisher.publish(3, offers=offers)
+    assert len(list(directory.glob("*.safetensors"))) == num_files
+    with torch.no_grad():  # the next step, which may begin before anybody takes the offer
+        for parameter in policy.parameters():
+            parameter.zero_()
+    architecture, offer = read_architecture(model), offered(tmp_path)
+
+    def take(rank: int) -> tuple[dict[str, Tensor], str]:
+        incoming = join(offer, rank, 3, architecture)
+        return dict(incoming.receive(architecture, torch.float32)), incoming.digest
+
+    with ThreadPoolExecutor() as pool:
+        taken = list(pool.map(take, (1, 2)))
+    expected = read_weights(directory, architecture, dtype=torch.float32, version=3)
+    for found, digest in taken:
+        assert digest == expected.digest
+        assert found.keys() == expected.tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.tensors.items())
+
+
+def test_an_offer_is_refused_before_anything_is_sent(offers: WeightOffers, tmp_path: Path) -> None:
+    offers.offer(1, tensors())
+    first = offered(tmp_path)
+    other = Architecture(shapes={**ARCHITECTURE.shapes, "c": (3, 4)}, tied=False)
+    with pytest.raises(DataError, match=r"tensor 'c' has shape \[4, 3\], the model needs \[3, 4\]"):
+        join(first, architecture=other)
+    with pytest.raises(DataError, match="tensor 'd' is missing"):
+        join(first, architecture=Architecture(shapes={**ARCHITECTURE.shapes, "d": (1,)}, tied=False))
+    with pytest.raises(DataError, match=r"the offer of version 2 at .* was replaced by version 1"):
+        join(msgspec.structs.replace(first, version=2))
+    offers.offer(2, tensors(1))
+    with pytest.raises(DataError, match=r"the offer of version 1 at 127\.0\.0\.1:\d+ (cannot be taken|is not open)"):
+        join(first)
+    second = offered(tmp_path)
+    assert receive(join(second)).keys() == ARCHITECTURE.shapes.keys()
+    with pytest.raises(DataError, match="is not open any more: '2', asked for were 3 members"):
+        join(second, num_members=3)
+
+
+def test_a_sender_that_fails_or_stands_still_is_noticed(
+    offers: WeightOffers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_offers, "_GROUP_BYTES", 48)
+    groups, is_over = weight_offers._File.groups, threading.Event()
+
+    def fail(file: weight_offers._File) -> Iterator[Tensor]:
+        yield next(groups(file))
+        raise RuntimeError("the device is gone")
+
+    def stand_still(file: weight_offers._File) -> Iterator[Tensor]:
+        yield next(groups(file))
+        is_over.wait()
+
+    for version, sabotage, timeout_s, reason in (
+        (1, fail, HANG_S, "Connection (closed|reset) by peer"),
+        (2, stand_still, 0.5, r"no bytes came for 0\.5 s"),
+    ):
+        monkeypatch.setattr(weight_offers._File, "groups", sabotage)
+        offers.offer(version, tensors())
+        incoming = join(msgspec.structs.replace(offered(tmp_path), stall_timeout_s=timeout_s))
+        arriving = incoming.receive(ARCHITECTURE, torch.float32)
+        assert next(arriving)[0] == "a.bias"
+        with pytest.raises(TransferError, match=reason):
+            next(arriving)
+    is_over.set()
+
+
+def test_a_member_that_is_gone_ends_the_transfer_of_the_others(offers: WeightOffers, tmp_path: Path) -> None:
+    offers.offer(1, tensors())
+    with ThreadPoolExecutor() as pool:
+        stays, goes = pool.map(lambda rank: join(offered(tmp_path), rank, 3), (1, 2))
+    arriving = stays.receive(ARCHITECTURE, torch.float32)
+    del goes  # before it is ready
+    with pytest.raises(TransferError, match="Connection (closed|reset) by peer"):
+        next(arriving)
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(ConfigError, match=rf"weights\.host = '{host}': this machine cannot listen there \("):
+            WeightOffers(RunDir(tmp_path), WeightsConfig(host=host), CPU)
+
+
+def test_other_bytes_than_the_digest_says_are_an_error(offers: WeightOffers, tmp_path: Path) -> None:
+    sent = tensors()
+    offers.offer(1, sent)
+    sent[0][1][0, 0] += 1
+    arriving = join(offered(tmp_path)).receive(ARCHITECTURE, torch.float32)
+    found = [next(arriving)[0] for _ in NAMES]
+    assert found == sorted(NAMES)
+    with pytest.raises(TransferError, match="the bytes have the digest .*, expected was"):
+        next(arriving)
+    sent[1][1][0, 0] = float("nan")
+    offers.offer(2, sent)
+    with pytest.raises(DataError, match=r"version 2: tensor 'a\.weight' holds NaN or infinity"):
+        receive(join(offered(tmp_path)))
