@@ -68,6 +68,10 @@ class DecoderModel(nn.Module):
         shares = found.packs and found.attention == "packed"
         self.layout = replace(found, pair_cost=pair_cost(self.hf_model), shares=shares)
 
+    def take_over(self, other: DecoderModel) -> None:
+        """Take over what `prepare` found out with another model of the same kind."""
+        self.layout = other.layout
+
     def share_rows(self, ranks: SequenceGroup | None) -> None:
         """Have ranks share the rows of every pass, after `prepare`. Raise DataError if the model cannot."""
         if ranks is None:
