@@ -24,11 +24,13 @@ class Gpu:
     Attributes:
         name: in CUDA_VISIBLE_DEVICES: a number, `GPU-<uuid>` or `MIG-<uuid>`.
         model, uuid: such as `NVIDIA H100 80GB HBM3`; empty if unknown.
+        num_bytes: of its memory; 0 if unknown.
     """
 
     name: str
     model: str = ""
     uuid: str = ""
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,12 @@ def _by_nvml() -> Inventory | None:
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         gpus = [
-            Gpu(str(number), pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
+            Gpu(
+                str(number),
+                pynvml.nvmlDeviceGetName(handle),
+                pynvml.nvmlDeviceGetUUID(handle),
+                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
             for number, handle in enumerate(handles)
         ]
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import msgspec
+
+from holdfast.view.tables import size
 
 PARTS = ("parameters", "moments", "gradients", "gathered", "activations", "logits", "temporary")
 """What the bytes of a rank are for, in the order in which a run needs them."""
 GIB = 1 << 30
-_DRIVEN = (6, 10)
-"""Layers of the two models that are driven. Above about five layers memory grows by the same for each layer."""
+_DRIVEN = (4, 6)
+"""Layers of the two models that are driven. From about four layers on, every layer adds the same bytes."""
 _LONGEST_PERIOD = 8
 
 
@@ -44,8 +45,8 @@ class Collectives(msgspec.Struct):
         return found
 
     def __str__(self) -> str:
-        """Return such as `74 all-gathers of 30.3 GB`."""
-        told = [f"{calls:,} {kind}{'s' * (calls != 1)} of {_gb(size)}" for kind, (calls, size) in self.kinds.items()]
+        """Return such as `74 all-gathers (30.3 GB)`."""
+        told = [f"{calls:,} {kind}{'s' * (calls != 1)} ({size(sent)})" for kind, (calls, sent) in self.kinds.items()]
         return ", ".join(told) or "none"
 
 
@@ -88,27 +89,29 @@ class Load(msgspec.Struct, frozen=True):
     distribution: dict[str, float] = {}
 
 
-class Forecast(msgspec.Struct):
+class Refused(msgspec.Struct, tag=True):
+    """Why no step could be driven."""
+
+    reason: str
+
+
+class Forecast(msgspec.Struct, tag=True):
     """What a step needs on each rank.
 
     Attributes:
         model: class of the model.
-        layers, driven: layers of the model; and those of the models that were driven, if they were others.
         rows, row_tokens: micro-batches of a rank in one update, and tokens of each.
         updates: of a step.
-        settings: those that the ways out know.
+        ways: changes of settings with which it fits, and their peaks, if it does not fit what was given.
     """
 
     model: str
-    layers: int
-    driven: tuple[int, ...]
     ranks: int
-    shards: int
     rows: int
     row_tokens: int
     updates: int
     step: Step
-    settings: dict[str, bool | int | str] = {}
+    ways: dict[str, int] = {}
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -169,8 +172,40 @@ def extended(fewer: Step, more: Step, layers: tuple[int, int], count: int) -> St
     )
 
 
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes < 1e10 else f"{num_bytes / 1e9:,.1f} GB"
+RESERVED_BYTES = 2 * GIB
+"""Taken for CUDA, NCCL, the libraries and the gaps between tensors, which no tensor shows. An assumption."""
+CARDS_GB = (24, 48, 80)
+_PHASES = {
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "parameters": "the building of the model",
+    "publishing": "the publishing of weights",
+    "experience": "what is measured before the update",
+}
 
 
-_ = pairwise
+def describe(found: Forecast, dtype: str) -> list[str]:
+    """Return the lines that say what a rank needs, and sends."""
+    name, peak = found.peak
+    step, word = found.step, name.split(" ")[0]
+    parts = ", ".join(f"{tag} {peak.parts[tag] / GIB:.2f}" for tag in PARTS if peak.parts.get(tag, 0) > 0.005 * GIB)
+    updates = f", {found.updates} updates a step" if found.updates > 1 else ""
+    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
+    sends = f"  a row sends {found.step.first_row}; a step {found.of_step}"
+    return [
+        f"plan: {ranks} of {found.model}, {step.parameters / 1e9:,.3g}B parameters, {dtype}; {found.rows} rows of up to "
+        f"{found.row_tokens:,} tokens on each{updates} (calculated with tensors without numbers)",
+        f"  most memory in {_PHASES.get(word, f'the {word}')}, on each rank: {peak.total / GIB:.2f} GiB ({parts})",
+        *([sends] if found.ranks > 1 else []),
+        *([f"  weights to the engines: {size(step.published_bytes)} a step"] if step.published_bytes else []),
+    ]
+
+
+def first_too_large(peak: Peak, limit: float) -> str | None:
+    """Return what does not fit any more, if the parts come in the order of `PARTS`; None: all fit."""
+    total = 0
+    for tag in PARTS:
+        total += peak.parts.get(tag, 0)
+        if total > limit:
+            return tag
+    return None

@@ -8,14 +8,17 @@ that keeps what FlashAttention keeps.
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,17 +30,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from holdfast.config import SftConfig, TrainerConfig
+from holdfast.config import SftConfig, TrainerConfig, program_config
 from holdfast.config.preference import DpoConfig
-from holdfast.config.training import ParallelConfig, TrainedModelConfig, TrainingCommand
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.config.training import (
+    LoraConfig,
+    ParallelConfig,
+    SupervisedCommand,
+    TrainedModelConfig,
+    TrainingCommand,
+)
+from holdfast.errors import HoldfastError
+from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.protocol.rollouts import Sampling
-from holdfast.run.forecast import Collectives, Forecast, Load, Step, depths, extended
-from holdfast.trainer.data.packing import MicroBatch, Sample
+from holdfast.run.forecast import Collectives, Forecast, Load, Refused, Step, depths, extended
+from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.forecast.tracker import Tracker
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model import attention
-from holdfast.trainer.model.build import build_hf_model, load_model_config, trained_parameters, trained_tensors
+from holdfast.trainer.model.build import build_hf_model, load_model_config, one_line, trained_parameters, trained_tensors
 from holdfast.trainer.model.decoder import freeze, reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.lora import adapter_parameters, whole_tensors
@@ -62,6 +72,7 @@ from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.train_step import policy_step
 
+_SMALL_CHUNK = 256
 _ROWS = 2  # the first, and the last: with its own collectives, and beside the gradients of the first
 _TOY = {
     "intermediate_size": 64,
@@ -72,6 +83,10 @@ _TOY = {
     "vocab_size": 512,
 }
 """Sizes that the layout does not depend on."""
+
+
+class NotDriven(HoldfastError):
+    """No step of this kind, or with these settings, can be driven; the message says which."""
 
 
 class _Unread(TorchDispatchMode):
@@ -192,7 +207,7 @@ class _Work(NamedTuple):
     rows: int
     row_tokens: int
     updates: int
-    run: Any
+    run: Callable[[], object]
 
 
 def _sample(length: int, prompt: int = 1, *, first: int = 0, names: Sequence[str] = ()) -> Sample:
@@ -212,7 +227,7 @@ def _sft(config: SftConfig, policy: Policy, mesh: Mesh) -> _Work:
 def _dpo(config: DpoConfig, policy: Policy, mesh: Mesh) -> _Work:
     data, side = config.data, _sample(config.data.seq_len)
     if config.loss.type == "kto":
-        raise ConfigError("loss.type = 'kto'")
+        raise NotDriven("loss.type = 'kto'")
     pairs = [Pair(side, side, number) for number in range(data.batch_size)]
     own = plan_preferences(pairs, policy.layout, data, mesh.data_size, share=False)[mesh.data_rank]
     few = min(len(pairs), min(len(own), _ROWS) * data.micro_batch_size * mesh.data_size)
@@ -225,7 +240,7 @@ def _dpo(config: DpoConfig, policy: Policy, mesh: Mesh) -> _Work:
 def _rl(config: TrainerConfig, policy: Policy, mesh: Mesh, load: Load, measured: Sequence[Policy]) -> _Work:
     for key in ("critic", "reward_model", "distillation", "pretraining"):
         if getattr(config, key) is not None:
-            raise ConfigError(f"trainer.{key}")
+            raise NotDriven(f"trainer.{key}")
     keys = [SAMPLER_LOGPROB, ADVANTAGE, AGE]
     keys += [REFERENCE_LOGPROB] if config.kl is not None else []
     updates, length = config.updates, load.seq_len or config.row_tokens
@@ -307,7 +322,7 @@ def drive(
     elif isinstance(config, TrainerConfig):
         work = _rl(config, policy, mesh, load, measured)
     else:
-        raise ConfigError(f"the program {config.program}")
+        raise NotDriven(f"the program {config.program}")
     work.run()
     tracker.retag([parameter.grad for parameter in policy.parameters()], "gradients")
     rows = tracker.row
@@ -355,66 +370,142 @@ def _kv_bytes(policy: Policy) -> int | None:
     return 2 * 2 * text.num_hidden_layers * heads * head_dim
 
 
-def forecast(config: TrainingCommand, load: Load, *, is_gpu: bool) -> Forecast:
-    """Return what a step of `config` needs on each rank.
+class Planner:
+    """Drives steps of one model with any settings."""
 
-    Raises:
-        DataError: the model cannot be trained.
-        ConfigError: no step of this kind of model, or with these settings, can be driven without numbers.
-    """
-    config = config.model_copy(deep=True)
-    config.model.compile = False  # which changes the memory of activations only
-    if config.parallel.cpu_offload:
-        raise ConfigError("parallel.cpu_offload")
-    whole = load_model_config(config.model.name)
-    hf_model = _whole(config.model, whole)
-    kinds = _kinds(hf_model)
-    chosen = depths(kinds)
-    like = _sample_kind(config.model, whole, chosen[0] if chosen else len(kinds))
-    like.layout = replace(like.layout, pair_cost=pair_cost(hf_model))  # which fills rows
-    steps, work, world = [], None, config.parallel.world_size
-    for count in chosen or (len(kinds),):
-        step, work = _driven(config, with_layers(whole, count), like, load, is_gpu=is_gpu)
-        steps.append(step)
-    assert work is not None
-    step = extended(steps[0], steps[1], chosen, len(kinds)) if chosen else steps[0]
-    return Forecast(
-        model=type(like.hf_model).__name__,
-        layers=len(kinds),
-        driven=chosen or (),
-        ranks=world,
-        shards=world // config.parallel.replicas,
-        rows=work.rows,
-        row_tokens=work.row_tokens,
-        updates=work.updates,
-        step=step,
-    )
+    def __init__(self, model: TrainedModelConfig, *, is_gpu: bool) -> None:
+        """Find out the layout. Raise DataError if the model cannot be trained."""
+        self._config = load_model_config(model.name)
+        hf_model = _whole(model, self._config)
+        self._kinds, self._is_gpu = _kinds(hf_model), is_gpu
+        self._depths = depths(self._kinds)
+        like = _sample_kind(model, self._config, self._depths[0] if self._depths else len(self._kinds))
+        like.layout = replace(like.layout, pair_cost=pair_cost(hf_model))  # which fills rows
+        self._like = like
+
+    @property
+    def model(self) -> str:
+        """Class of the model."""
+        return type(self._like.hf_model).__name__
+
+    def forecast(self, config: TrainingCommand, load: Load) -> Forecast:
+        """Return what a step of `config` needs on each rank. Raise NotDriven if no such step can be driven."""
+        config = config.model_copy(deep=True)
+        config.model.compile = False  # which changes only the memory of activations
+        if config.parallel.cpu_offload:
+            raise NotDriven("parallel.cpu_offload")
+        counts = self._depths or (len(self._kinds),)
+        found = [self._driven(config, with_layers(self._config, count), load) for count in counts]
+        step, work = found[-1]
+        if self._depths is not None:
+            step = extended(found[0][0], step, self._depths, len(self._kinds))
+        return Forecast(
+            model=self.model,
+            ranks=config.parallel.world_size,
+            rows=work.rows,
+            row_tokens=work.row_tokens,
+            updates=work.updates,
+            step=step,
+        )
+
+    def _driven(self, config: TrainingCommand, model_config: PreTrainedConfig, load: Load) -> tuple[Step, _Work]:
+        tracker, mkldnn, like = Tracker(), torch.backends.mkldnn.enabled, self._like
+        with ExitStack() as stack:
+            name = stack.enter_context(_config_of(model_config))
+            model = config.model.model_copy(update={"name": name})
+            mesh = stack.enter_context(_ranks(config.parallel))
+            if self._is_gpu:
+                stack.enter_context(_as_gpu())
+            torch.backends.mkldnn.enabled = False  # it has layouts of its own
+            stack.callback(setattr, torch.backends.mkldnn, "enabled", mkldnn)
+            for mode in (FakeTensorMode(allow_non_fake_inputs=True), _Unread(config.parallel), _Lists()):
+                stack.enter_context(mode)
+            stack.enter_context(tracker.watching())
+            policy = build_policy(model, mesh, seed=0, weights=False, like=like)
+            measured, averages = list[Policy](), None
+            if isinstance(config, TrainerConfig):
+                if config.kl is not None:
+                    own = model.model_copy(update={"lora": None})
+                    measured.append(build_policy(own, mesh, seed=0, weights=False, like=like))
+                    freeze(measured[0])
+                if config.updates.epochs * config.updates.minibatches > 1:
+                    measured.append(policy)
+                if config.ema is not None:
+                    averages = Ema(trained_tensors(policy.hf_model), decay=config.ema.decay)
+            found = drive(config, policy, mesh, tracker, load, measured)
+            del averages  # until here it takes memory
+        return found
 
 
-def _driven(
-    config: TrainingCommand, model_config: PreTrainedConfig, like: Policy, load: Load, *, is_gpu: bool
-) -> tuple[Step, _Work]:
-    tracker, mkldnn = Tracker(), torch.backends.mkldnn.enabled
-    with ExitStack() as stack:
-        name = stack.enter_context(_config_of(model_config))
-        model = config.model.model_copy(update={"name": name})
-        mesh = stack.enter_context(_ranks(config.parallel))
-        if is_gpu:
-            stack.enter_context(_as_gpu())
-        torch.backends.mkldnn.enabled = False  # it has layouts of its own
-        stack.callback(setattr, torch.backends.mkldnn, "enabled", mkldnn)
-        for mode in (FakeTensorMode(allow_non_fake_inputs=True), _Unread(config.parallel), _Lists(), tracker.watching()):
-            stack.enter_context(mode)
-        policy = build_policy(model, mesh, seed=0, weights=False, like=like)
-        measured = []
-        if isinstance(config, TrainerConfig):
-            if config.kl is not None:
-                reference = build_policy(model.model_copy(update={"lora": None}), mesh, seed=0, weights=False, like=like)
-                freeze(reference)
-                measured.append(reference)
-            if config.updates.epochs * config.updates.minibatches > 1:
-                measured.append(policy)
-            ema = Ema(trained_tensors(policy.hf_model), decay=config.ema.decay) if config.ema is not None else None
-        result = drive(config, policy, mesh, tracker, load, measured)
-        del measured
-    return result
+_WAYS = 3
+
+
+def ways_out(
+    planner: Planner, config: TrainingCommand, load: Load, limit: int, prefix: str
+) -> dict[str, int]:
+    """Return the cheapest changes of settings with which a rank needs at most `limit` bytes, and what it needs then."""
+    found: dict[str, int] = {}
+    for flags, changed in _changes(config, load, prefix):
+        if len(found) == _WAYS:
+            break
+        with suppress(HoldfastError, ValueError):
+            peak = planner.forecast(changed, load).peak[1].total
+            if peak <= limit:
+                found[flags] = peak
+    return found
+
+
+def _changes(config: TrainingCommand, load: Load, prefix: str) -> Iterator[tuple[str, TrainingCommand]]:
+    """Yield changes of settings as flags, the cheapest first."""
+    less: dict[str, Any] = {}
+    if not config.model.activation_checkpointing:
+        less["model.activation_checkpointing"] = True
+    if config.model.head_chunk_tokens > _SMALL_CHUNK:
+        less["model.logits_chunk_tokens"] = _SMALL_CHUNK
+    if isinstance(config, TrainerConfig):
+        fewer = max(load.seq_len or 0, config.row_tokens // 4)
+        less |= {"row_tokens": fewer} if fewer < config.row_tokens else {}
+    elif isinstance(config, SupervisedCommand) and config.data.micro_batch_size > 1:
+        less["data.micro_batch_size"] = 1
+    yield from (_changed(config, {key: value}, prefix) for key, value in less.items())
+    if len(less) > 1:
+        yield _changed(config, less, prefix)
+    if config.model.lora is None and config.optim.type != "muon":
+        yield _changed(config, {"model.lora": LoraConfig()}, prefix)
+    for times in (2, 4, 8):
+        yield _changed(config, {"parallel.num_ranks": times * config.parallel.ranks}, prefix)
+
+
+def _changed(config: TrainingCommand, values: dict[str, Any], prefix: str) -> tuple[str, TrainingCommand]:
+    changed, flags = config.model_copy(deep=True), []
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = reduce(getattr, sections, changed)
+        setattr(section, name, value)
+        flag = f"--{prefix}{key}".replace("_", "-")
+        flags.append(f"{flag} {value}" if isinstance(value, int) and value is not True else flag)
+    return " ".join(flags), changed
+
+
+def main(program: str, load: str, limit: str, prefix: str, path: str) -> None:
+    """Write the forecast of the configuration on stdin to a file, and ways out if it exceeds `limit`."""
+    config = program_config(program).model_validate_json(sys.stdin.buffer.read())
+    given = msgspec.json.decode(load, type=Load)
+    found: Forecast | Refused
+    planner = Planner(config.model, is_gpu=config.parallel.device != "cpu")
+    try:
+        found = planner.forecast(config, given)
+    except NotDriven as error:
+        found = Refused(str(error))
+    except Exception as error:  # noqa: BLE001 - from anywhere in the code of a model
+        if isinstance(error, HoldfastError):
+            raise
+        found = Refused(f"{planner.model} ({type(error).__name__}: {one_line(error)})")
+    if isinstance(found, Forecast) and int(limit) and found.peak[1].total > int(limit):
+        found.ways = ways_out(planner, config, given, int(limit), prefix)
+    Path(path).write_bytes(msgspec.json.encode(found))
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    run_reporting_errors(lambda: main(*sys.argv[1:]))

@@ -1,0 +1,189 @@
+"""What a dry run says of memory: the forecast of a step, beside what a GPU has, and of the engines of `rl`."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.resolved import choose_for_engine, choose_for_training
+from holdfast.config.rl import RlConfig
+from holdfast.config.training import TrainingCommand
+from holdfast.errors import ConfigError
+from holdfast.launcher.preflight import check_in_child
+from holdfast.run.forecast import (
+    CARDS_GB,
+    GIB,
+    RESERVED_BYTES,
+    Forecast,
+    Load,
+    Refused,
+    describe,
+    first_too_large,
+)
+from holdfast.run.inputs import check_model_path, count_parameters
+
+_SMALL = 50_000_000
+"""Parameters below which a dry run does not ask for minutes of a user's time: any card has room for their state."""
+_RUNNING_BYTES = GIB
+"""What an engine takes beside weights and cache. An assumption."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """The memory of each GPU; `is_here`: of this machine."""
+
+    num_bytes: float
+    is_here: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engines of a run; `shares`: one is on a GPU of the trainer."""
+
+    config: InferenceConfig
+    shares: bool
+
+    def needs(self, found: Forecast) -> tuple[float, float, int]:
+        """Return bytes of weights on each GPU of an engine, of the cache of its longest session, and its GPUs."""
+        size = self.config.engine.tensor_parallel_size
+        width = 4 if self.config.model.dtype == "float32" else 2
+        cache = (found.step.kv_bytes or 0) * (width / 2) * self.config.model.max_len
+        return found.step.parameters * width / size, cache / size, size
+
+
+def load_of(config: OrchestratorConfig) -> Load:
+    """Return what a step of `rl` brings at most: every rollout as long as it may be."""
+    settings = [config.rollouts_of(section) for section in config.environments]
+    longest = max(settings, key=lambda own: own.seq_len)
+    sampling = longest.sampling
+    return Load(
+        rollouts=config.problems_per_step * longest.group_size,
+        group_size=longest.group_size,
+        seq_len=longest.seq_len,
+        max_tokens=min(longest.max_tokens, longest.seq_len - 1),
+        distribution={name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+    )
+
+
+def forecast_alone(config: TrainingCommand | RlConfig) -> int:
+    """Print the forecast for GPUs that `parallel.card_gb` describes, from config.json alone; return the exit code.
+
+    Raises:
+        ConfigError: the step does not fit.
+        DataError: there is no config.json, or the model cannot be trained.
+    """
+    trainer = config.trainer if isinstance(config, RlConfig) else config
+    assert trainer.parallel.card_gb is not None
+    check_model_path(trainer.model.name, key="model.name")
+    card = Card(trainer.parallel.card_gb * 1e9)
+    if isinstance(config, RlConfig):
+        engine = Engine(config.inference, config.share_gpus)
+        choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=config.share_gpus)
+        tell_forecast(trainer, load_of(config.orchestrator), card, prefix="trainer.", engine=engine)
+    else:
+        tell_forecast(trainer, Load(), card)
+    return 0
+
+
+def forecast_beside(
+    asked: TrainingCommand, card: Card | None, load: Load | None = None, *, prefix: str = "", engine: Engine | None = None
+) -> None:
+    """Print the forecast in a dry run with all its checks, unless nothing can be said that `memory:` does not say.
+
+    Args:
+        asked: before the settings of a device were chosen.
+        card: a GPU of this machine; None: it has none.
+
+    Raises:
+        ConfigError: the step does not fit.
+    """
+    if not Path(asked.model.name).is_dir() or (card is None and asked.parallel.device == "cpu"):
+        return
+    if card is None and (count_parameters(asked.model.name) or _SMALL) < _SMALL:
+        flag = f"--{prefix}parallel.card-gb".replace("_", "-")
+        print(f"plan: no GPU here; {flag} 24 says what a step needs on GPUs of 24 GB")
+        return
+    tell_forecast(asked, load or Load(), card, prefix=prefix, engine=engine if card is not None else None)
+
+
+def tell_forecast(
+    config: TrainingCommand, load: Load, card: Card | None, *, prefix: str = "", engine: Engine | None = None
+) -> Forecast | None:
+    """Print what a step needs on each rank, beside what its GPU has. None: it cannot be driven.
+
+    Args:
+        card: None: not known.
+
+    Raises:
+        ConfigError: something does not fit, with ways out.
+    """
+    config = config.model_copy(update={"max_steps": 2**31, "profile": None}, deep=True)  # perhaps not known yet
+    choose_for_training(config, "cuda", num_devices=config.parallel.ranks)
+    config.parallel.device, config.parallel.card_gb = "cuda", None
+    shared = 0.0
+    if card is not None and engine is not None and engine.shares:
+        shared = card.num_bytes * (engine.config.engine.gpu_memory_utilization or 0.0)
+    limit = 0 if card is None else max(1, int(card.num_bytes - RESERVED_BYTES - shared))
+    found = _driven(config, load, limit, prefix)
+    if isinstance(found, Refused):
+        print(f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all")
+        return None
+    print("\n".join(describe(found, config.model.compute_dtype)))
+    peak = found.peak[1]
+    if card is None:
+        fits = [str(gb) for gb in CARDS_GB if peak.total + RESERVED_BYTES <= gb * 1e9]
+        told = f"it fits GPUs of {' and '.join(fits)} GB" if fits else f"it fits no GPU of {CARDS_GB[-1]} GB"
+        print(f"  with {RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator {told}; which GPU it will be is not known")
+        return found
+    _check_trainer(found, card, limit, shared)
+    if engine is not None:
+        _check_engine(found, card, engine)
+    return found
+
+
+def _check_trainer(found: Forecast, card: Card, limit: int, shared: float) -> None:
+    peak, has = found.peak[1], card.num_bytes / GIB
+    beside = f" and {shared / GIB:.1f} GiB for the engine" if shared else ""
+    sums = f"{RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator{beside}, of {has:.1f} GiB"
+    if (tag := first_too_large(peak, limit)) is None:
+        print(f"  fits: {peak.total / GIB:.1f} GiB and {sums}")
+        return
+    ways = [f"{flags}: {size / GIB:.1f} GiB" for flags, size in found.ways.items()]
+    out = "\n         ".join(["Ways out, the cheapest first:", *ways]) if ways else "No single change that was tried fits."
+    raise ConfigError(
+        f"the step does not fit the GPU: it needs {peak.total / GIB:.1f} GiB on each rank beside {sums}. The first that "
+        f"does not fit: {tag} ({peak.parts[tag] / GIB:.2f} GiB). {out}"
+    )
+
+
+def _check_engine(found: Forecast, card: Card, engine: Engine) -> None:
+    weights, cache, size = engine.needs(found)
+    share = engine.config.engine.gpu_memory_utilization or 0.0
+    room = share * card.num_bytes - weights - _RUNNING_BYTES
+    of = f"{share:g} of the {'shared ' * engine.shares}GPU{'s' * (size > 1)}"
+    if found.step.kv_bytes is None:
+        print(f"  engine: weights {weights / GIB:.1f} GiB of {share * card.num_bytes / GIB:.1f} GiB ({of}); cache not known")
+        return
+    if room < cache:
+        what = "cache of one session" if room > 0 else "weights"
+        raise ConfigError(
+            f"the engine does not fit: {weights / GIB:.1f} GiB of weights and {cache / GIB:.1f} GiB for a session of "
+            f"{engine.config.model.max_len:,} tokens, of {share * card.num_bytes / GIB:.1f} GiB ({of}). The first that "
+            f"does not fit: {what}. Raise --inference.engine.tensor-parallel-size or "
+            "--inference.engine.gpu-memory-utilization, lower --inference.model.max-len, or take larger GPUs."
+        )
+    sessions = f"{room / cache:,.0f} sessions of {engine.config.model.max_len:,} tokens"
+    print(f"  engine: weights {weights / GIB:.1f} GiB, cache {room / GIB:.1f} GiB for {sessions}, in {of}")
+
+
+def _driven(config: TrainingCommand, load: Load, limit: int, prefix: str) -> Forecast | Refused:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "forecast.json"
+        arguments = (config.program, msgspec.json.encode(load).decode(), str(limit), prefix, str(path))
+        check_in_child("holdfast.trainer.forecast.drive", config, *arguments)
+        return msgspec.json.decode(path.read_bytes(), type=Forecast | Refused)
