@@ -18,7 +18,7 @@ from holdfast.process.heartbeat import moved
 from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.build import build_hf_model, filler, is_classifier, load_model_config, materialize
-from holdfast.trainer.model.decoder import DecoderModel
+from holdfast.trainer.model.decoder import DecoderModel, rows_of_update
 from holdfast.trainer.model.logprobs import PLAIN, Head, Predicted, Reading, Readout, plain_head, token_logprobs
 from holdfast.trainer.model.lora import inject_adapters
 from holdfast.trainer.model.packing_check import Layout
@@ -169,7 +169,7 @@ def supervised_step(
     total_targets = sum(sample.num_targets for sample in batch)
     losses = Sums("loss")
     pack = policy.layout.arrangement(pack=config.pack) == "packed"
-    for indices in plan_samples(batch, policy.layout, config, mesh):
+    for indices in rows_of_update(policy, plan_samples(batch, policy.layout, config, mesh)):
         micro = build_micro_batch(batch, indices, pack=pack, device=mesh.device)
         logprobs_N = predict(policy, micro).logprobs_N
         weights_N = torch.full_like(logprobs_N, 1 / total_targets)
