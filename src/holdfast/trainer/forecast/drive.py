@@ -390,12 +390,7 @@ class Planner:
 
     def forecast(self, config: TrainingCommand, load: Load) -> Forecast:
         """Return what a step of `config` needs on each rank. Raise NotDriven if no such step can be driven."""
-        config = config.model_copy(deep=True)
-        config.model.compile = False  # which changes only the memory of activations
-        if config.parallel.cpu_offload:
-            raise NotDriven("parallel.cpu_offload")
-        counts = self._depths or (len(self._kinds),)
-        found = [self._driven(config, with_layers(self._config, count), load) for count in counts]
+        found = [self.driven(config, load, count) for count in self._depths or (len(self._kinds),)]
         step, work = found[-1]
         if self._depths is not None:
             step = extended(found[0][0], step, self._depths, len(self._kinds))
@@ -408,10 +403,15 @@ class Planner:
             step=step,
         )
 
-    def _driven(self, config: TrainingCommand, model_config: PreTrainedConfig, load: Load) -> tuple[Step, _Work]:
+    def driven(self, config: TrainingCommand, load: Load, count: int) -> tuple[Step, _Work]:
+        """Return the step of the model with only its first `count` layers. Raise NotDriven if it cannot be driven."""
+        config = config.model_copy(deep=True)
+        config.model.compile = False  # which changes only the memory of activations
+        if config.parallel.cpu_offload:
+            raise NotDriven("parallel.cpu_offload")
         tracker, mkldnn, like = Tracker(), torch.backends.mkldnn.enabled, self._like
         with ExitStack() as stack:
-            name = stack.enter_context(_config_of(model_config))
+            name = stack.enter_context(_config_of(with_layers(self._config, count)))
             model = config.model.model_copy(update={"name": name})
             mesh = stack.enter_context(_ranks(config.parallel))
             if self._is_gpu:
