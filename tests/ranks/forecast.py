@@ -1,4 +1,4 @@
-"""Forecasts, and two real ranks that take the steps which were forecast: `python -m tests.ranks.forecast MODEL DIRECTORY`.
+"""Forecasts, and two real ranks that take the steps: `python -m tests.ranks.forecast MODEL DIRECTORY`.
 
 `DIRECTORY/forecast.pt` gets the forecasts: the ranks of a process are those of one group, and these have others.
 """
@@ -37,11 +37,13 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfig:
     """Return settings with two rows on each rank."""
     data = {"name": "none", "seq_len": 256, "micro_batch_size": 2, "batch_size": 4 * ranks}
-    return SftConfig.model_validate({
-        "model": {"name": str(directory), "logits_chunk_tokens": 256} | given.get("model", {}),
-        "parallel": {"num_ranks": ranks} | given.get("parallel", {}),
-        "data": data | given.get("data", {}),
-    })
+    return SftConfig.model_validate(
+        {
+            "model": {"name": str(directory), "logits_chunk_tokens": 256} | given.get("model", {}),
+            "parallel": {"num_ranks": ranks} | given.get("parallel", {}),
+            "data": data | given.get("data", {}),
+        }
+    )
 
 
 def programs(model: Path) -> dict[str, TrainingCommand]:

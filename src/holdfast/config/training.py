@@ -140,7 +140,7 @@ class ParallelConfig(Section):
     """`auto` takes CUDA on a machine with GPUs, and is an error where PyTorch cannot use them."""
 
     card_gb: float | None = Field(default=None, gt=0)
-    """With `dry_run`: the memory of one GPU in GB, such as 24 or 80, on this machine or not. Only the plan of a step for
+    """With `dry_run`: the memory of one GPU in GB, such as 24 or 80, on this machine or not. Only the plan of a step on
     such GPUs is made, from the config.json of the model: no weights, tokenizer or data are looked at. What does not
     fit is an error, with ways out."""
 

@@ -15,30 +15,27 @@ from holdfast.config.rl import RlConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher.preflight import check_in_child
-from holdfast.run.forecast import (
-    CARDS_GB,
-    GIB,
-    RESERVED_BYTES,
-    Forecast,
-    Load,
-    Refused,
-    describe,
-    first_too_large,
-)
+from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Refused
 from holdfast.run.inputs import check_model_path, count_parameters
+from holdfast.view.tables import size
 
+PARTS = ("parameters", "moments", "gradients", "gathered", "activations", "logits", "temporary")
+"""What the bytes of a rank are for, in the order in which a run needs them."""
+RESERVED_BYTES = 2 * GIB
+"""Taken for CUDA, NCCL, the libraries and the gaps between tensors, which no tensor shows. An assumption."""
+CARDS_GB = (24, 48, 80)
+_PHASES = {
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "parameters": "the building of the model",
+    "publishing": "the publishing of weights",
+    "experience": "what is measured before the update",
+}
 _SMALL = 50_000_000
 """Parameters below which a dry run does not ask for minutes of a user's time: any card has room for their state."""
+_RESERVED = f"{RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator"
 _RUNNING_BYTES = GIB
 """What an engine takes beside weights and cache. An assumption."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """The memory of each GPU; `is_here`: of this machine."""
-
-    num_bytes: float
-    is_here: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,10 +47,10 @@ class Engine:
 
     def needs(self, found: Forecast) -> tuple[float, float, int]:
         """Return bytes of weights on each GPU of an engine, of the cache of its longest session, and its GPUs."""
-        size = self.config.engine.tensor_parallel_size
+        ranks = self.config.engine.tensor_parallel_size
         width = 4 if self.config.model.dtype == "float32" else 2
         cache = (found.step.kv_bytes or 0) * (width / 2) * self.config.model.max_len
-        return found.step.parameters * width / size, cache / size, size
+        return found.step.parameters * width / ranks, cache / ranks, ranks
 
 
 def load_of(config: OrchestratorConfig) -> Load:
@@ -80,7 +77,7 @@ def forecast_alone(config: TrainingCommand | RlConfig) -> int:
     trainer = config.trainer if isinstance(config, RlConfig) else config
     assert trainer.parallel.card_gb is not None
     check_model_path(trainer.model.name, key="model.name")
-    card = Card(trainer.parallel.card_gb * 1e9)
+    card = trainer.parallel.card_gb * 1e9
     if isinstance(config, RlConfig):
         engine = Engine(config.inference, config.share_gpus)
         choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=config.share_gpus)
@@ -91,13 +88,18 @@ def forecast_alone(config: TrainingCommand | RlConfig) -> int:
 
 
 def forecast_beside(
-    asked: TrainingCommand, card: Card | None, load: Load | None = None, *, prefix: str = "", engine: Engine | None = None
+    asked: TrainingCommand,
+    card: float | None,
+    load: Load | None = None,
+    *,
+    prefix: str = "",
+    engine: Engine | None = None,
 ) -> None:
     """Print the forecast in a dry run with all its checks, unless nothing can be said that `memory:` does not say.
 
     Args:
         asked: before the settings of a device were chosen.
-        card: a GPU of this machine; None: it has none.
+        card: bytes of each GPU of this machine; None: it has none.
 
     Raises:
         ConfigError: the step does not fit.
@@ -112,12 +114,12 @@ def forecast_beside(
 
 
 def tell_forecast(
-    config: TrainingCommand, load: Load, card: Card | None, *, prefix: str = "", engine: Engine | None = None
+    config: TrainingCommand, load: Load, card: float | None, *, prefix: str = "", engine: Engine | None = None
 ) -> Forecast | None:
     """Print what a step needs on each rank, beside what its GPU has. None: it cannot be driven.
 
     Args:
-        card: None: not known.
+        card: bytes of each GPU; None: not known.
 
     Raises:
         ConfigError: something does not fit, with ways out.
@@ -127,18 +129,18 @@ def tell_forecast(
     config.parallel.device, config.parallel.card_gb = "cuda", None
     shared = 0.0
     if card is not None and engine is not None and engine.shares:
-        shared = card.num_bytes * (engine.config.engine.gpu_memory_utilization or 0.0)
-    limit = 0 if card is None else max(1, int(card.num_bytes - RESERVED_BYTES - shared))
+        shared = card * (engine.config.engine.gpu_memory_utilization or 0.0)
+    limit = 0 if card is None else max(1, int(card - RESERVED_BYTES - shared))
     found = _driven(config, load, limit, prefix)
     if isinstance(found, Refused):
         print(f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all")
         return None
-    print("\n".join(describe(found, config.model.compute_dtype)))
+    print("\n".join(_described(found, config.model.compute_dtype)))
     peak = found.peak[1]
     if card is None:
         fits = [str(gb) for gb in CARDS_GB if peak.total + RESERVED_BYTES <= gb * 1e9]
         told = f"it fits GPUs of {' and '.join(fits)} GB" if fits else f"it fits no GPU of {CARDS_GB[-1]} GB"
-        print(f"  with {RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator {told}; which GPU it will be is not known")
+        print(f"  with {_RESERVED} {told}; which GPU it will be is not known")
         return found
     _check_trainer(found, card, limit, shared)
     if engine is not None:
@@ -146,34 +148,36 @@ def tell_forecast(
     return found
 
 
-def _check_trainer(found: Forecast, card: Card, limit: int, shared: float) -> None:
-    peak, has = found.peak[1], card.num_bytes / GIB
+def _check_trainer(found: Forecast, card: float, limit: int, shared: float) -> None:
+    peak, has = found.peak[1], card / GIB
     beside = f" and {shared / GIB:.1f} GiB for the engine" if shared else ""
-    sums = f"{RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator{beside}, of {has:.1f} GiB"
-    if (tag := first_too_large(peak, limit)) is None:
+    sums = f"{_RESERVED}{beside}, of {has:.1f} GiB"
+    if (tag := _first_too_large(peak, limit)) is None:
         print(f"  fits: {peak.total / GIB:.1f} GiB and {sums}")
         return
-    ways = [f"{flags}: {size / GIB:.1f} GiB" for flags, size in found.ways.items()]
-    out = "\n         ".join(["Ways out, the cheapest first:", *ways]) if ways else "No single change that was tried fits."
+    ways = [f"{flags}: {needed / GIB:.1f} GiB" for flags, needed in found.ways.items()]
+    tried = "Ways out, the cheapest first:" if ways else "None of the changes that were tried makes it fit."
+    out = "\n         ".join([tried, *ways])
     raise ConfigError(
-        f"the step does not fit the GPU: it needs {peak.total / GIB:.1f} GiB on each rank beside {sums}. The first that "
-        f"does not fit: {tag} ({peak.parts[tag] / GIB:.2f} GiB). {out}"
+        f"the step does not fit the GPU: it needs {peak.total / GIB:.1f} GiB on each rank beside {sums}. The first "
+        f"that does not fit: {tag} ({peak.parts[tag] / GIB:.2f} GiB). {out}"
     )
 
 
-def _check_engine(found: Forecast, card: Card, engine: Engine) -> None:
-    weights, cache, size = engine.needs(found)
+def _check_engine(found: Forecast, card: float, engine: Engine) -> None:
+    weights, cache, ranks = engine.needs(found)
     share = engine.config.engine.gpu_memory_utilization or 0.0
-    room = share * card.num_bytes - weights - _RUNNING_BYTES
-    of = f"{share:g} of the {'shared ' * engine.shares}GPU{'s' * (size > 1)}"
+    room = share * card - weights - _RUNNING_BYTES
+    of = f"{share:g} of the {'shared ' * engine.shares}GPU{'s' * (ranks > 1)}"
     if found.step.kv_bytes is None:
-        print(f"  engine: weights {weights / GIB:.1f} GiB of {share * card.num_bytes / GIB:.1f} GiB ({of}); cache not known")
+        given = share * card / GIB
+        print(f"  engine: weights {weights / GIB:.1f} GiB of {given:.1f} GiB ({of}); cache not known")
         return
     if room < cache:
         what = "cache of one session" if room > 0 else "weights"
         raise ConfigError(
             f"the engine does not fit: {weights / GIB:.1f} GiB of weights and {cache / GIB:.1f} GiB for a session of "
-            f"{engine.config.model.max_len:,} tokens, of {share * card.num_bytes / GIB:.1f} GiB ({of}). The first that "
+            f"{engine.config.model.max_len:,} tokens, of {share * card / GIB:.1f} GiB ({of}). The first that "
             f"does not fit: {what}. Raise --inference.engine.tensor-parallel-size or "
             "--inference.engine.gpu-memory-utilization, lower --inference.model.max-len, or take larger GPUs."
         )
@@ -187,3 +191,37 @@ def _driven(config: TrainingCommand, load: Load, limit: int, prefix: str) -> For
         arguments = (config.program, msgspec.json.encode(load).decode(), str(limit), prefix, str(path))
         check_in_child("holdfast.trainer.forecast.drive", config, *arguments)
         return msgspec.json.decode(path.read_bytes(), type=Forecast | Refused)
+
+
+def _described(found: Forecast, dtype: str) -> list[str]:
+    """Return the lines that say what a rank needs, and sends."""
+    name, peak = found.peak
+    step, word = found.step, name.split(" ")[0]
+    parts = ", ".join(f"{tag} {peak.parts[tag] / GIB:.2f}" for tag in PARTS if peak.parts.get(tag, 0) > 0.005 * GIB)
+    updates = f", {found.updates} updates a step" if found.updates > 1 else ""
+    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
+    sends = f"  a row sends {_sent(step.first_row)}; a step {_sent(found.of_step)}"
+    return [
+        f"plan: {ranks} of {found.model}, {step.parameters / 1e9:,.3g}B parameters, {dtype}; {found.rows} rows of up "
+        f"to {found.row_tokens:,} tokens on each{updates} (calculated with tensors without numbers)",
+        f"  most memory in {_PHASES.get(word, f'the {word}')}, on each rank: {peak.total / GIB:.2f} GiB ({parts})",
+        *([sends] if found.ranks > 1 else []),
+        *([f"  weights to the engines: {size(step.published_bytes)} a step"] if step.published_bytes else []),
+    ]
+
+
+def _first_too_large(peak: Peak, limit: float) -> str | None:
+    """Return what does not fit any more, if the parts come in the order of `PARTS`; None: all fit."""
+    total = 0
+    for tag in PARTS:
+        total += peak.parts.get(tag, 0)
+        if total > limit:
+            return tag
+    return None
+
+
+def _sent(collectives: Collectives) -> str:
+    """Return such as `74 all-gathers (30.3 GB)`."""
+    kinds = collectives.kinds.items()
+    told = [f"{calls:,} {kind}{'s' * (calls != 1)} ({size(sent)})" for kind, (calls, sent) in kinds]
+    return ", ".join(told) or "nothing"

@@ -38,7 +38,7 @@ from holdfast.launcher.devices import (
 )
 from holdfast.launcher.engines import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
-from holdfast.launcher.forecast import Card, Engine, forecast_alone, forecast_beside, load_of
+from holdfast.launcher.forecast import Engine, forecast_alone, forecast_beside, load_of
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
@@ -150,10 +150,9 @@ def _plans_only(config: Command, parallel: ParallelConfig, *, key: str) -> bool:
     return parallel.card_gb is not None
 
 
-def _card(placement: Placement) -> Card | None:
-    """Return the GPU of the trainer; None if it has none, or none that says how much memory it has."""
-    least = min((gpu.num_bytes for gpu in placement.trainer), default=0)
-    return Card(least, is_here=True) if least else None
+def _card(placement: Placement) -> float | None:
+    """Return the bytes of the smallest GPU of the trainer; None if it has none, or one that does not say."""
+    return min((gpu.num_bytes for gpu in placement.trainer), default=0) or None
 
 
 def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: dict[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""What a step needs on each rank, as `holdfast.trainer.forecast` finds it, beside what a GPU has. Needs no torch."""
+"""What a step needs on each rank, as `holdfast.trainer.forecast` finds it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.view.tables import size
-
-PARTS = ("parameters", "moments", "gradients", "gathered", "activations", "logits", "temporary")
-"""What the bytes of a rank are for, in the order in which a run needs them."""
 GIB = 1 << 30
 _DRIVEN = (4, 6)
 """Layers of the two models that are driven. From about four layers on, every layer adds the same bytes."""
@@ -40,14 +36,9 @@ class Collectives(msgspec.Struct):
     def plus(self, others: Collectives, *, times: int = 1) -> Collectives:
         """Return these and `times` the others."""
         found = Collectives(dict(self.kinds))
-        for kind, (calls, num_bytes) in others.kinds.items():
+        for kind, (calls, num_bytes) in others.kinds.items() if times else ():
             found.add(kind, times * calls, times * num_bytes)
         return found
-
-    def __str__(self) -> str:
-        """Return such as `74 all-gathers (30.3 GB)`."""
-        told = [f"{calls:,} {kind}{'s' * (calls != 1)} ({size(sent)})" for kind, (calls, sent) in self.kinds.items()]
-        return ", ".join(told) or "none"
 
 
 class Step(msgspec.Struct):
@@ -56,7 +47,8 @@ class Step(msgspec.Struct):
     Attributes:
         peaks: of each part of the work.
         first_row, last_row: what a micro-batch sends; the gradients may be summed with the last one only.
-        rest: what a step sends beside its micro-batches.
+        rest: what an update sends beside its micro-batches.
+        once: what a step sends beside its updates.
         parameters, trained: numbers of the whole model, on all ranks.
         published_bytes: of the weights that engines get after a step; 0: none.
         kv_bytes: of the engine's cache, of one token, in bfloat16; None: not known for this kind of attention.
@@ -70,6 +62,7 @@ class Step(msgspec.Struct):
     trained: int
     published_bytes: int = 0
     kv_bytes: int | None = None
+    once: Collectives = msgspec.field(default_factory=Collectives)
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -122,8 +115,8 @@ class Forecast(msgspec.Struct, tag=True):
     @property
     def of_step(self) -> Collectives:
         """What all micro-batches and updates of a step send."""
-        update = self.step.rest.plus(self.step.first_row, times=self.rows - 1).plus(self.step.last_row)
-        return Collectives().plus(update, times=self.updates)
+        update = self.step.last_row.plus(self.step.first_row, times=self.rows - 1).plus(self.step.rest)
+        return Collectives().plus(update, times=self.updates).plus(self.step.once)
 
 
 def depths(kinds: Sequence[object]) -> tuple[int, int] | None:
@@ -165,47 +158,9 @@ def extended(fewer: Step, more: Step, layers: tuple[int, int], count: int) -> St
         first_row=sent(fewer.first_row, more.first_row),
         last_row=sent(fewer.last_row, more.last_row),
         rest=sent(fewer.rest, more.rest),
+        once=sent(fewer.once, more.once),
         parameters=at(fewer.parameters, more.parameters),
         trained=at(fewer.trained, more.trained),
         published_bytes=at(fewer.published_bytes, more.published_bytes),
         kv_bytes=None if fewer.kv_bytes is None or more.kv_bytes is None else at(fewer.kv_bytes, more.kv_bytes),
     )
-
-
-RESERVED_BYTES = 2 * GIB
-"""Taken for CUDA, NCCL, the libraries and the gaps between tensors, which no tensor shows. An assumption."""
-CARDS_GB = (24, 48, 80)
-_PHASES = {
-    "forward": "the forward pass",
-    "backward": "the backward pass",
-    "parameters": "the building of the model",
-    "publishing": "the publishing of weights",
-    "experience": "what is measured before the update",
-}
-
-
-def describe(found: Forecast, dtype: str) -> list[str]:
-    """Return the lines that say what a rank needs, and sends."""
-    name, peak = found.peak
-    step, word = found.step, name.split(" ")[0]
-    parts = ", ".join(f"{tag} {peak.parts[tag] / GIB:.2f}" for tag in PARTS if peak.parts.get(tag, 0) > 0.005 * GIB)
-    updates = f", {found.updates} updates a step" if found.updates > 1 else ""
-    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
-    sends = f"  a row sends {found.step.first_row}; a step {found.of_step}"
-    return [
-        f"plan: {ranks} of {found.model}, {step.parameters / 1e9:,.3g}B parameters, {dtype}; {found.rows} rows of up to "
-        f"{found.row_tokens:,} tokens on each{updates} (calculated with tensors without numbers)",
-        f"  most memory in {_PHASES.get(word, f'the {word}')}, on each rank: {peak.total / GIB:.2f} GiB ({parts})",
-        *([sends] if found.ranks > 1 else []),
-        *([f"  weights to the engines: {size(step.published_bytes)} a step"] if step.published_bytes else []),
-    ]
-
-
-def first_too_large(peak: Peak, limit: float) -> str | None:
-    """Return what does not fit any more, if the parts come in the order of `PARTS`; None: all fit."""
-    total = 0
-    for tag in PARTS:
-        total += peak.parts.get(tag, 0)
-        if total > limit:
-            return tag
-    return None

@@ -43,11 +43,17 @@ from holdfast.errors import HoldfastError
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.protocol.rollouts import Sampling
 from holdfast.run.forecast import Collectives, Forecast, Load, Refused, Step, depths, extended
-from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.forecast.tracker import Tracker
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model import attention
-from holdfast.trainer.model.build import build_hf_model, load_model_config, one_line, trained_parameters, trained_tensors
+from holdfast.trainer.model.build import (
+    build_hf_model,
+    load_model_config,
+    one_line,
+    trained_parameters,
+    trained_tensors,
+)
 from holdfast.trainer.model.decoder import freeze, reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.lora import adapter_parameters, whole_tensors
@@ -98,7 +104,7 @@ class _Unread(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else args[0].dtype.is_floating_point and 0.0 or 0
+            return np.zeros((), dtype=str(args[0].dtype).removeprefix("torch.").replace("bfloat", "float")).item()
         if func is torch.ops.aten.nonzero.default and self._share > 1 and args[0].ndim == 1:
             return args[0].new_empty((args[0].shape[0] // self._share, 1), dtype=torch.long)
         return func(*args, **(kwargs or {}))
@@ -202,12 +208,20 @@ def _sample_kind(config: TrainedModelConfig, model_config: PreTrainedConfig, cou
 
 
 class _Work(NamedTuple):
-    """The work of one update: how many rows a rank has, the tokens of one, and what drives some of them."""
+    """The work of a step.
+
+    Attributes:
+        rows, row_tokens: micro-batches of a rank in one update, and tokens of each.
+        updates: of the step.
+        run: drives one update, with some of the rows.
+        measured_rows: that are read once more in a step, before the updates.
+    """
 
     rows: int
     row_tokens: int
     updates: int
     run: Callable[[], object]
+    measured_rows: int = 0
 
 
 def _sample(length: int, prompt: int = 1, *, first: int = 0, names: Sequence[str] = ()) -> Sample:
@@ -237,6 +251,10 @@ def _dpo(config: DpoConfig, policy: Policy, mesh: Mesh) -> _Work:
     return _Work(len(own), tokens, 1, lambda: objective.accumulate_gradients(policy, pairs[:few]))
 
 
+def _tokens(minibatch: Minibatch, indices: list[int]) -> int:
+    return sum(len(minibatch.samples[index].token_ids) for index in indices)
+
+
 def _rl(config: TrainerConfig, policy: Policy, mesh: Mesh, load: Load, measured: Sequence[Policy]) -> _Work:
     for key in ("critic", "reward_model", "distillation", "pretraining"):
         if getattr(config, key) is not None:
@@ -250,26 +268,30 @@ def _rl(config: TrainerConfig, policy: Policy, mesh: Mesh, load: Load, measured:
     groups = [_sample(length, prompt, first=number, names=keys) for number in range(-(-count // load.group_size))]
     samples = [groups[number // load.group_size] for number in range(count)]
     layout = replace(policy.layout, shares=policy.layout.shares and config.share_prompts)
-    epochs = plan_epochs(
-        samples, updates, row_tokens=config.row_tokens, layout=layout, mesh=mesh, seed=0, step=1
-    )
+    epochs = plan_epochs(samples, updates, row_tokens=config.row_tokens, layout=layout, mesh=mesh, seed=0, step=1)
     minibatch = max((one for epoch in epochs for one in epoch), key=lambda one: len(one.micro_batches))
-    largest = max(minibatch.micro_batches, key=lambda one: sum(len(samples[index].token_ids) for index in one))
+    largest = max(minibatch.micro_batches, key=lambda one: _tokens(minibatch, one))
     few = replace(minibatch, micro_batches=[largest] * min(_ROWS, len(minibatch.micro_batches)))
     has_bonus = config.loss.entropy.coef > 0 or ":" in config.loss.type
     reading = Reading(Sampling(**load.distribution), entropy_gradient=has_bonus)  # type: ignore[arg-type]
-    tokens = max(few.build(one, pack=layout.packs, device=mesh.device).input_ids_BL.numel() for one in few.micro_batches)
+
+    def build() -> MicroBatch:
+        return few.build(largest, pack=layout.packs, device=mesh.device)
+
+    @torch.no_grad()
+    def measure(model: Policy) -> None:
+        for _ in few.micro_batches:
+            predict(model, build(), reading)
+        reshard(model)
 
     def run() -> None:
         for model in measured:
-            with torch.no_grad():
-                for indices in few.micro_batches:
-                    predict(model, few.build(indices, pack=layout.packs, device=mesh.device), replace(reading, entropy=False))
-            reshard(model)
+            measure(model)
         statistics = PolicyStatistics([0], has_reference=config.kl is not None)
         policy_step(policy, few, build_policy_loss(config.loss), mesh, statistics, reading=reading)
 
-    return _Work(len(minibatch.micro_batches), tokens, sum(map(len, epochs)), run)
+    rows = len(minibatch.micro_batches)
+    return _Work(rows, build().input_ids_BL.numel(), sum(map(len, epochs)), run, rows * len(epochs[0]))
 
 
 def _follow(policy: Policy, tracker: Tracker) -> None:
@@ -339,20 +361,26 @@ def drive(
         else:
             for _, tensor in whole_tensors(policy.hf_model, keep=True):
                 published += tensor.numel() * itemsize
-    return _step_of(tracker, policy, rows, published), work
+    return _step_of(tracker, policy, rows, work, published), work
 
 
-def _step_of(tracker: Tracker, policy: Policy, rows: int, published: int) -> Step:
-    by_row: dict[int, Collectives] = {}
+def _step_of(tracker: Tracker, policy: Policy, rows: int, work: _Work, published: int) -> Step:
+    by_row, once = dict[int, Collectives](), Collectives()
     for (phase, row), sent in tracker.collectives.items():
-        place = row if phase not in ("parameters", "moments") else -1
-        by_row[place] = by_row.get(place, Collectives()).plus(sent)
+        if phase == "experience":  # of the driven rows
+            kinds = {kind: (calls // rows, size // rows) for kind, (calls, size) in sent.kinds.items()}
+            once = once.plus(Collectives(kinds), times=work.measured_rows)
+        elif phase == "publishing":
+            once = once.plus(sent)
+        elif phase not in ("parameters", "moments"):
+            by_row[row] = by_row.get(row, Collectives()).plus(sent)
     peaks = {f"{phase} {row}" if row else phase: peak for (phase, row), peak in tracker.peaks.items()}
     return Step(
         peaks=peaks,
         first_row=by_row.get(1, Collectives()),
         last_row=by_row.get(rows, Collectives()),
         rest=by_row.get(0, Collectives()),
+        once=once,
         parameters=sum(tensor.numel() for tensor in policy.hf_model.parameters()),
         trained=sum(tensor.numel() for tensor in trained_parameters(policy.hf_model).values()),
         published_bytes=published,
@@ -440,9 +468,7 @@ class Planner:
 _WAYS = 3
 
 
-def ways_out(
-    planner: Planner, config: TrainingCommand, load: Load, limit: int, prefix: str
-) -> dict[str, int]:
+def ways_out(planner: Planner, config: TrainingCommand, load: Load, limit: int, prefix: str) -> dict[str, int]:
     """Return the cheapest changes of settings with which a rank needs at most `limit` bytes, and what it needs then."""
     found: dict[str, int] = {}
     for flags, changed in _changes(config, load, prefix):
@@ -497,7 +523,7 @@ def main(program: str, load: str, limit: str, prefix: str, path: str) -> None:
         found = planner.forecast(config, given)
     except NotDriven as error:
         found = Refused(str(error))
-    except Exception as error:  # noqa: BLE001 - from anywhere in the code of a model
+    except Exception as error:
         if isinstance(error, HoldfastError):
             raise
         found = Refused(f"{planner.model} ({type(error).__name__}: {one_line(error)})")

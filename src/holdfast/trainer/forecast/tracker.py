@@ -1,4 +1,4 @@
-"""Counts the bytes of all tensors alive, by what they are for, and the collectives: of fake tensors and of real ones."""
+"""Counts the bytes of all tensors alive, by what they are for, and what collectives send."""
 
 from __future__ import annotations
 
