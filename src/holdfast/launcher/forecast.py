@@ -45,12 +45,23 @@ class Engine:
     config: InferenceConfig
     shares: bool
 
-    def needs(self, found: Forecast) -> tuple[float, float, int]:
-        """Return bytes of weights on each GPU of an engine, of the cache of its longest session, and its GPUs."""
+    def room(self, found: Forecast, card: float) -> tuple[float, float, float]:
+        """Return the bytes of weights on each GPU of an engine; what is then left beside its longest session, below 0
+        if that does not fit; and the bytes of such a session.
+
+        Args:
+            card: bytes of each GPU.
+        """
         ranks = self.config.engine.tensor_parallel_size
         width = 4 if self.config.model.dtype == "float32" else 2
-        cache = (found.step.kv_bytes or 0) * (width / 2) * self.config.model.max_len
-        return found.step.parameters * width / ranks, cache / ranks, ranks
+        weights = found.step.parameters * width / ranks
+        session = (found.step.kv_bytes or 0) * (width / 2) * self.config.model.max_len / ranks
+        return weights, self.share * card - weights - _RUNNING_BYTES - session, session
+
+    @property
+    def share(self) -> float:
+        """Of each GPU that an engine may take."""
+        return self.config.engine.gpu_memory_utilization or 0.0
 
 
 def load_of(config: OrchestratorConfig) -> Load:
@@ -108,7 +119,7 @@ def forecast_beside(
         return
     if card is None and (count_parameters(asked.model.name) or _SMALL) < _SMALL:
         flag = f"--{prefix}parallel.card-gb".replace("_", "-")
-        print(f"plan: no GPU here; {flag} 24 says what a step needs on GPUs of 24 GB")
+        print(f"plan: no GPU is known here; with {flag} 24 this says what a step needs on GPUs of 24 GB")
         return
     tell_forecast(asked, load or Load(), card, prefix=prefix, engine=engine if card is not None else None)
 
@@ -129,7 +140,7 @@ def tell_forecast(
     config.parallel.device, config.parallel.card_gb = "cuda", None
     shared = 0.0
     if card is not None and engine is not None and engine.shares:
-        shared = card * (engine.config.engine.gpu_memory_utilization or 0.0)
+        shared = card * engine.share
     limit = 0 if card is None else max(1, int(card - RESERVED_BYTES - shared))
     found = _driven(config, load, limit, prefix)
     if isinstance(found, Refused):
@@ -165,24 +176,20 @@ def _check_trainer(found: Forecast, card: float, limit: int, shared: float) -> N
 
 
 def _check_engine(found: Forecast, card: float, engine: Engine) -> None:
-    weights, cache, ranks = engine.needs(found)
-    share = engine.config.engine.gpu_memory_utilization or 0.0
-    room = share * card - weights - _RUNNING_BYTES
-    of = f"{share:g} of the {'shared ' * engine.shares}GPU{'s' * (ranks > 1)}"
-    if found.step.kv_bytes is None:
-        given = share * card / GIB
-        print(f"  engine: weights {weights / GIB:.1f} GiB of {given:.1f} GiB ({of}); cache not known")
-        return
-    if room < cache:
-        what = "cache of one session" if room > 0 else "weights"
+    weights, left, session = engine.room(found, card)
+    given, longest = f"{engine.share * card / GIB:.1f} GiB", f"{engine.config.model.max_len:,} tokens"
+    of = f"{given} ({engine.share:g} of {'the shared' if engine.shares else 'each'} GPU)"
+    if left < 0:
+        what = "the cache of one session" if left + session >= 0 else "the weights"
         raise ConfigError(
-            f"the engine does not fit: {weights / GIB:.1f} GiB of weights and {cache / GIB:.1f} GiB for a session of "
-            f"{engine.config.model.max_len:,} tokens, of {share * card / GIB:.1f} GiB ({of}). The first that "
-            f"does not fit: {what}. Raise --inference.engine.tensor-parallel-size or "
-            "--inference.engine.gpu-memory-utilization, lower --inference.model.max-len, or take larger GPUs."
+            f"the engine does not fit: {weights / GIB:.1f} GiB of weights, {session / GIB:.1f} GiB for a session of "
+            f"{longest}, and {_RUNNING_BYTES / GIB:.0f} GiB to run, of {of}. The first that does not fit: {what}. "
+            "Raise --inference.engine.tensor-parallel-size or --inference.engine.gpu-memory-utilization, lower "
+            "--inference.model.max-len, or take larger GPUs."
         )
-    sessions = f"{room / cache:,.0f} sessions of {engine.config.model.max_len:,} tokens"
-    print(f"  engine: weights {weights / GIB:.1f} GiB, cache {room / GIB:.1f} GiB for {sessions}, in {of}")
+    cache = f"{(left + session) / GIB:.1f} GiB of cache"
+    sessions = f", for {(left + session) / session:,.0f} sessions of {longest}" if session else ""
+    print(f"  engine: {weights / GIB:.1f} GiB of weights and {cache}{sessions}, of {of}")
 
 
 def _driven(config: TrainingCommand, load: Load, limit: int, prefix: str) -> Forecast | Refused:

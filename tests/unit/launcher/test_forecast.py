@@ -76,7 +76,7 @@ def test_an_unknown_gpu(config: SftConfig, monkeypatch: pytest.MonkeyPatch, caps
     ("shares", "card", "refusal"),
     [
         (False, 24, ""),
-        (False, 16, r"the engine does not fit: 14.9 GiB of weights.* first that does not fit: weights"),
+        (False, 16, r"the engine does not fit: 14.9 GiB of weights.* first that does not fit: the weights"),
         (True, 80, ""),
         (True, 40, r"the engine does not fit"),  # its share, not all of the GPU
         (True, 16, r"the step does not fit the GPU.*GiB for the engine"),
