@@ -91,7 +91,7 @@ _TOY = {
 """Sizes that the layout does not depend on."""
 
 
-class NotDriven(HoldfastError):
+class _NotDriven(HoldfastError):
     """No step of this kind, or with these settings, can be driven; the message says which."""
 
 
@@ -241,7 +241,7 @@ def _sft(config: SftConfig, policy: Policy, mesh: Mesh) -> _Work:
 def _dpo(config: DpoConfig, policy: Policy, mesh: Mesh) -> _Work:
     data, side = config.data, _sample(config.data.seq_len)
     if config.loss.type == "kto":
-        raise NotDriven("loss.type = 'kto'")
+        raise _NotDriven("loss.type = 'kto'")
     pairs = [Pair(side, side, number) for number in range(data.batch_size)]
     own = plan_preferences(pairs, policy.layout, data, mesh.data_size, share=False)[mesh.data_rank]
     few = min(len(pairs), min(len(own), _ROWS) * data.micro_batch_size * mesh.data_size)
@@ -258,7 +258,7 @@ def _tokens(minibatch: Minibatch, indices: list[int]) -> int:
 def _rl(config: TrainerConfig, policy: Policy, mesh: Mesh, load: Load, measured: Sequence[Policy]) -> _Work:
     for key in ("critic", "reward_model", "distillation", "pretraining"):
         if getattr(config, key) is not None:
-            raise NotDriven(f"trainer.{key}")
+            raise _NotDriven(f"trainer.{key}")
     keys = [SAMPLER_LOGPROB, ADVANTAGE, AGE]
     keys += [REFERENCE_LOGPROB] if config.kl is not None else []
     updates, length = config.updates, load.seq_len or config.row_tokens
@@ -344,7 +344,7 @@ def drive(
     elif isinstance(config, TrainerConfig):
         work = _rl(config, policy, mesh, load, measured)
     else:
-        raise NotDriven(f"the program {config.program}")
+        raise _NotDriven(f"the program {config.program}")
     work.run()
     tracker.retag([parameter.grad for parameter in policy.parameters()], "gradients")
     rows = tracker.row
@@ -417,7 +417,7 @@ class Planner:
         return type(self._like.hf_model).__name__
 
     def forecast(self, config: TrainingCommand, load: Load) -> Forecast:
-        """Return what a step of `config` needs on each rank. Raise NotDriven if no such step can be driven."""
+        """Return what a step of `config` needs on each rank. Raise _NotDriven if no such step can be driven."""
         found = [self.driven(config, load, count) for count in self._depths or (len(self._kinds),)]
         step, work = found[-1]
         if self._depths is not None:
@@ -432,11 +432,11 @@ class Planner:
         )
 
     def driven(self, config: TrainingCommand, load: Load, count: int) -> tuple[Step, _Work]:
-        """Return the step of the model with only its first `count` layers. Raise NotDriven if it cannot be driven."""
+        """Return the step of the model with only its first `count` layers. Raise _NotDriven if it cannot be driven."""
         config = config.model_copy(deep=True)
         config.model.compile = False  # which changes only the memory of activations
         if config.parallel.cpu_offload:
-            raise NotDriven("parallel.cpu_offload")
+            raise _NotDriven("parallel.cpu_offload")
         tracker, mkldnn, like = Tracker(), torch.backends.mkldnn.enabled, self._like
         with ExitStack() as stack:
             name = stack.enter_context(_config_of(with_layers(self._config, count)))
@@ -521,7 +521,7 @@ def main(program: str, load: str, limit: str, prefix: str, path: str) -> None:
     planner = Planner(config.model, is_gpu=config.parallel.device != "cpu")
     try:
         found = planner.forecast(config, given)
-    except NotDriven as error:
+    except _NotDriven as error:
         found = Refused(str(error))
     except Exception as error:
         if isinstance(error, HoldfastError):
