@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 _RANKS = (1, 2, 4, 8)
 _METHODS = ("full", "LoRA")
 _TOKENS = 2048
-"""Of a sample or rollout; half of a rollout is its answer."""
+"""The length of a sample or rollout; half of a rollout is its answer."""
 
 
 class _Model:
@@ -86,7 +86,7 @@ class _Model:
             return "1, shared"
         for ranks in _RANKS:
             if self.forecast(program, method, ranks).peak[1].total + RESERVED_BYTES <= card:
-                beside = " + 1" if program == "rl" else ""
+                beside = "+1" if program == "rl" else ""
                 return f"{ranks}{beside}" if not beside or self._serves(method, card, shares=False) else "none"
         return f"more than {_RANKS[-1]}"
 
@@ -108,14 +108,14 @@ def rows(names: list[str]) -> Iterator[str]:
             model = _Model(directory)
             for program in ("sft", "rl"):
                 cells = [model.cell(program, method, gb * 1e9) for method in _METHODS for gb in CARDS_GB]
-                yield f"| {name} | `{program}` | {' | '.join(cells)} |"
+                yield f"|{name}|`{program}`|{'|'.join(cells)}|"
 
 
 def table(names: list[str]) -> str:
     """Return the table of these models."""
     first = [f"{method}: {gb} GB" if gb == CARDS_GB[0] else f"{gb} GB" for method in _METHODS for gb in CARDS_GB]
     heads = ["model", "program", *first]
-    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows(names)])
+    return "\n".join([f"|{'|'.join(heads)}|", "|---" * len(heads) + "|", *rows(names)])
 
 
 def main() -> None:
@@ -124,9 +124,8 @@ def main() -> None:
     if names := sys.argv[1:]:
         print("\n".join(rows(names)))
         return
-    page = PAGE.read_text()
     written = f"{_BEGIN}\n{table([*MODELS])}\n{_END}"
-    PAGE.write_text(re.sub(f"{_BEGIN}.*{_END}", lambda _: written, page, flags=re.DOTALL))
+    PAGE.write_text(re.sub(f"{_BEGIN}.*{_END}", lambda _: written, PAGE.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":

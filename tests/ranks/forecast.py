@@ -1,6 +1,6 @@
 """Forecasts, and two real ranks that take the steps: `python -m tests.ranks.forecast MODEL DIRECTORY`.
 
-`DIRECTORY/forecast.pt` gets the forecasts: the ranks of a process are those of one group, and these have others.
+`DIRECTORY/forecast.pt` gets the forecasts: a process is in one group of ranks only.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "ulysses": {"parallel": {"sequence_parallel": 2}},
     "lora": {"model": {"lora": {"rank": 4}}},
 }
-"""Of four ranks."""
+"""Ways to divide four ranks."""
 
 
 def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfig:

@@ -1,4 +1,4 @@
-"""What a dry run says of memory: the forecast of a step, beside what a GPU has, and of the engines of `rl`."""
+"""The plan of a dry run: the forecast of a step and of the engines of `rl`, beside the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.run.inputs import check_model_path, count_parameters
 from holdfast.view.tables import size
 
 PARTS = ("parameters", "moments", "gradients", "gathered", "activations", "logits", "temporary")
-"""What the bytes of a rank are for, in the order in which a run needs them."""
+"""Purposes of the bytes of a rank, in the order in which a run needs them."""
 RESERVED_BYTES = 2 * GIB
 """Taken for CUDA, NCCL, the libraries and the gaps between tensors, which no tensor shows. An assumption."""
 CARDS_GB = (24, 48, 80)
@@ -35,7 +35,7 @@ _SMALL = 50_000_000
 """Parameters below which a dry run does not ask for minutes of a user's time: any card has room for their state."""
 _RESERVED = f"{RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator"
 _RUNNING_BYTES = GIB
-"""What an engine takes beside weights and cache. An assumption."""
+"""An engine takes this beside weights and cache. An assumption."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def share(self) -> float:
-        """Of each GPU that an engine may take."""
+        """The part of each GPU that an engine may take."""
         return self.config.engine.gpu_memory_utilization or 0.0
 
 
@@ -79,7 +79,7 @@ def load_of(config: OrchestratorConfig) -> Load:
 
 
 def forecast_alone(config: TrainingCommand | RlConfig) -> int:
-    """Print the forecast for GPUs that `parallel.card_gb` describes, from config.json alone; return the exit code.
+    """Print the forecast for GPUs that `parallel.card_gb` describes, from config.json only; return the exit code.
 
     Raises:
         ConfigError: the step does not fit.

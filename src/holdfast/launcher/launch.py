@@ -151,7 +151,7 @@ def _plans_only(config: Command, parallel: ParallelConfig, *, key: str) -> bool:
 
 
 def _card(placement: Placement) -> float | None:
-    """Return the bytes of the smallest GPU of the trainer; None if it has none, or one that does not say."""
+    """Return the bytes of the smallest GPU of the trainer; None if it has none, or a GPU does not say."""
     return min((gpu.num_bytes for gpu in placement.trainer), default=0) or None
 
 

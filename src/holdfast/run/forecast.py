@@ -1,4 +1,4 @@
-"""What a step needs on each rank, as `holdfast.trainer.forecast` finds it. Needs no torch."""
+"""The needs of a step on each rank, as `holdfast.trainer.forecast` finds them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST_PERIOD = 8
 
 
 class Peak(msgspec.Struct, frozen=True):
-    """The bytes alive at once, by what they are for."""
+    """The bytes alive at once, by their purpose."""
 
     parts: dict[str, int] = {}
 
@@ -24,7 +24,7 @@ class Peak(msgspec.Struct, frozen=True):
 
 
 class Collectives(msgspec.Struct):
-    """Calls and bytes of collectives by kind. The bytes are those of the whole tensor, on one rank."""
+    """Calls and bytes of collectives by kind. A whole tensor counts, on one rank."""
 
     kinds: dict[str, tuple[int, int]] = {}
 
@@ -66,7 +66,7 @@ class Step(msgspec.Struct):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What the orchestrator hands the trainer of `rl` in a step, at most.
+    """The most that the orchestrator hands the trainer of `rl` in a step.
 
     Attributes:
         rollouts: of a step; 0: not known.
@@ -89,7 +89,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Forecast(msgspec.Struct, tag=True):
-    """What a step needs on each rank.
+    """The needs of a step on each rank.
 
     Attributes:
         model: class of the model.
@@ -114,7 +114,7 @@ class Forecast(msgspec.Struct, tag=True):
 
     @property
     def of_step(self) -> Collectives:
-        """What all micro-batches and updates of a step send."""
+        """All micro-batches and updates of a step together."""
         update = self.step.last_row.plus(self.step.first_row, times=self.rows - 1).plus(self.step.rest)
         return Collectives().plus(update, times=self.updates).plus(self.step.once)
 

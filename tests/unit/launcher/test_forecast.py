@@ -1,4 +1,4 @@
-"""What a dry run says of memory, given what a step was found to need."""
+"""The plan of a dry run, given the needs of a step."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""What a training step needs on each rank, found by the code that trains on tensors without numbers."""
+"""Forecasts the memory and the messages of a training step, by the code that trains, on tensors without numbers."""

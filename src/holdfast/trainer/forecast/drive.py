@@ -1,9 +1,9 @@
 """Drives one training step on tensors that have shapes and no numbers, as one of any number of ranks.
 
-Policy, losses, forward and backward pass, clipping and optimizer are those that train. The model comes from its
-config.json alone. What waits for numbers (losses, norms) gets zeros. The layout of samples in rows, which a model is
-asked for with numbers, is found with a small real model of the same kind. The CPU stands for a GPU, with an attention
-that keeps what FlashAttention keeps.
+Policy, losses, forward and backward pass, clipping and optimizer are the trainer's own. Nothing of the model is read
+except its config.json. Code that waits for numbers (losses, norms) gets zeros. The layout of samples in rows, which a
+model is asked for with numbers, is found with a small real model of the same kind. The CPU stands for a GPU, with an
+attention that keeps the tensors that FlashAttention keeps.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Lists(TorchFunctionMode):
 
 
 class _Flash(torch.autograd.Function):
-    """What `torch.nn.attention.varlen` allocates and keeps."""
+    """Allocates and keeps the tensors that `torch.nn.attention.varlen` does."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -390,12 +390,12 @@ def _step_of(tracker: Tracker, policy: Policy, rows: int, work: _Work, published
 
 def _kv_bytes(policy: Policy) -> int | None:
     """Return the bytes of the engine's cache for a token, of attention with keys and values of every layer."""
-    text = policy.hf_model.config.get_text_config()
-    if not policy.layout.packs or getattr(text, "kv_lora_rank", None):
+    text = policy.hf_model.config.get_text_config().to_dict()  # whose attributes may refuse if layers differ
+    if not policy.layout.packs or len(policy.layout.heads) != 1 or text.get("kv_lora_rank"):
         return None
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * 2 * text.num_hidden_layers * heads * head_dim
+    ((heads, key_heads),) = policy.layout.heads
+    head_dim = text.get("head_dim") or policy.hf_model.config.get_text_config().hidden_size // heads
+    return 2 * 2 * len(decoder_layers(policy.hf_model)) * key_heads * head_dim
 
 
 class Planner:

@@ -1,4 +1,4 @@
-"""Counts the bytes of all tensors alive, by what they are for, and what collectives send."""
+"""Counts the bytes of all tensors alive, by their purpose, and the bytes that collectives send."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def collective_of(operator: str) -> str | None:
 
 
 class Tracker(TorchDispatchMode):
-    """What is alive, and what was sent, while the block runs.
+    """Follows tensors and collectives while the block runs.
 
     Attributes:
         phase: of the work, set by who works. Tensors of the phases `parameters` and `moments` stay what they are

@@ -168,7 +168,7 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
     # An offloaded one is on the host until it computes, and `find_layout` asks it for the device.
     if not mesh.cpu_offload and not _is_tied(embedding, hf_model):
         unit = shard(embedding, reshard_after_forward=frees)
-        unit.set_unshard_in_backward(False)  # its gradient needs the tokens alone
+        unit.set_unshard_in_backward(False)  # its gradient needs only the tokens
     # The backward pass begins with the root, and `readout` needs the head.
     shard(model, reshard_after_forward=False)
     # FSDP2 gathers parameters before `forward` only; `run` needs them, too.
