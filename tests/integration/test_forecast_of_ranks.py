@@ -8,21 +8,25 @@ import torch
 
 from holdfast.run.forecast import Step
 from tests.conftest import ROOT
-from tests.forking.commands import shared_commands
-from tests.ranks.forecast import DIVISIONS, LAYERS, programs
+from tests.forking.commands import RUN_TIMEOUT_S, shared_commands
+from tests.ranks.forecast import DIVISIONS, FEW, programs
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.launch, pytest.mark.ranks]
 Found = tuple[list[dict[str, Any]], dict[str, Any]]
-UNITS = LAYERS + 2  # the embedding, and the head with the last norm
+UNITS = FEW + 2  # the embedding, and the head with the last norm
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank needed and sent, and what was forecast."""
     directory = tmp_path_factory.mktemp("ranks")
-    model = ROOT / "examples" / "reverse_text" / "model"
+    model, path = ROOT / "examples" / "reverse_text" / "model", directory.with_name("forecast.pt")
+    fork = shared_commands().call(
+        "tests.ranks.forecast:save_forecasts", path.with_suffix(".log"), model=str(model), path=str(path)
+    )
+    assert fork.wait(RUN_TIMEOUT_S) == 0, fork.log
     ranks = shared_commands().two_ranks("tests.ranks.forecast", directory, model)
-    return ranks, torch.load(directory / "forecast.pt", weights_only=False)
+    return ranks, torch.load(path, weights_only=False)
 
 
 @pytest.mark.parametrize("program", list(programs(Path())))
@@ -43,10 +47,10 @@ def test_a_row_sends_no_more_than_it_must(division: str, found: Found) -> None:
     """Layers are gathered twice, the rest once; replicas and metrics meet with the last row only."""
     step: Step = found[1]["divided"][division]
     first, last = ({kind: calls for kind, (calls, _) in row.kinds.items()} for row in (step.first_row, step.last_row))
-    trained = LAYERS if division == "lora" else UNITS
-    expected = {"all-gather": 2 * LAYERS + 2, "reduce-scatter": trained}
+    trained = FEW if division == "lora" else UNITS
+    expected = {"all-gather": 2 * FEW + 2, "reduce-scatter": trained}
     if division == "ulysses":  # three of four exchanges are of queries, keys and values; recomputed, and backwards
-        expected |= {"all-to-all": 4 * 3 * LAYERS, "all-reduce": 1}
+        expected |= {"all-to-all": 4 * 3 * FEW, "all-reduce": 1}
     assert first == expected
     of_replicas = trained if division == "hsdp" else 0
     assert last == expected | {"all-reduce": expected.get("all-reduce", 0) + of_replicas + 1}

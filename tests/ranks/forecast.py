@@ -1,10 +1,5 @@
-"""Forecasts, and two real ranks that take the steps: `python -m tests.ranks.forecast MODEL DIRECTORY`.
+"""Two real ranks take the steps that are forecast: `python -m tests.ranks.forecast MODEL DIRECTORY`."""
 
-`DIRECTORY/forecast.pt` gets the forecasts: a process is in one group of ranks only.
-"""
-
-import multiprocessing
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +19,7 @@ from holdfast.trainer.model.policy import build_policy
 from tests.ranks.two import run_on_ranks
 
 LOAD = Load(rollouts=32, group_size=4, seq_len=96, max_tokens=32)
-LAYERS = 14
+LAYERS, FEW = 14, 2
 DIVISIONS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "hsdp": {"parallel": {"replicas": 2}},
@@ -59,28 +54,24 @@ def programs(model: Path) -> dict[str, TrainingCommand]:
     }
 
 
-def _forecasts(model: Path, directory: Path) -> dict[str, Any]:
-    planner = Planner(sft(model).model, is_gpu=False)
-    found: dict[str, Any] = {name: planner.forecast(config, LOAD) for name, config in programs(model).items()}
+def save_forecasts(model: str, path: str) -> None:
+    """Forecast the programs, the divisions, and a model by fewer of its layers; in a process without ranks."""
+    planner = Planner(sft(Path(model)).model, is_gpu=False)
+    found: dict[str, Any] = {name: planner.forecast(config, LOAD) for name, config in programs(Path(model)).items()}
     config = Qwen3Config(hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
                          num_key_value_heads=2, head_dim=16, vocab_size=512, tie_word_embeddings=False,
                          architectures=["Qwen3ForCausalLM"])  # fmt: skip
-    deep = directory / "deep"
+    deep = Path(path).with_name("deep")
     config.save_pretrained(deep)
     planner = Planner(sft(deep).model, is_gpu=True)
     bf16 = {"dtype": "bfloat16", "activation_checkpointing": True}
     found["divided"] = {
-        name: planner.forecast(sft(deep, ranks=4, **given | {"model": bf16 | given.get("model", {})}), LOAD).step
+        name: planner.driven(sft(deep, ranks=4, **given | {"model": bf16 | given.get("model", {})}), LOAD, FEW)[0]
         for name, given in DIVISIONS.items()
     }
     few = {count: planner.driven(sft(deep, model=bf16), LOAD, count)[0] for count in (6, 10, LAYERS)}
     found["whole"], found["extended"] = few[LAYERS], extended(few[6], few[10], (6, 10), LAYERS)
-    return found
-
-
-def _save_forecasts() -> None:
-    model, directory = map(Path, sys.argv[1:])
-    torch.save(_forecasts(model, directory), directory / "forecast.pt")
+    torch.save(found, path)
 
 
 def _work(mesh: Mesh, model: Path, _: Path) -> dict[str, Any]:
@@ -104,7 +95,4 @@ def _work(mesh: Mesh, model: Path, _: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    apart = multiprocessing.get_context("fork").Process(target=_save_forecasts)  # a process that computed cannot fork
-    apart.start()
-    apart.join()
     run_on_ranks(_work)
