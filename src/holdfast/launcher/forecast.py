@@ -16,7 +16,7 @@ from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher.preflight import check_in_child
 from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Refused
-from holdfast.run.inputs import check_model_path, count_parameters
+from holdfast.run.inputs import check_model_path, count_parameters, in_short
 from holdfast.view.tables import size
 
 PARTS = ("parameters", "moments", "gradients", "gathered", "activations", "logits", "temporary")
@@ -32,7 +32,7 @@ _PHASES = {
     "experience": "what is measured before the update",
 }
 _SMALL = 50_000_000
-"""Parameters below which a dry run does not ask for minutes of a user's time: any card has room for their state."""
+"""Parameters below which a dry run without a GPU is not made longer: every GPU has room for their state."""
 _RESERVED = f"{RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator"
 _RUNNING_BYTES = GIB
 """An engine takes this beside weights and cache. An assumption."""
@@ -117,7 +117,7 @@ def forecast_beside(
     """
     if not Path(asked.model.name).is_dir() or (card is None and asked.parallel.device == "cpu"):
         return
-    if card is None and (count_parameters(asked.model.name) or _SMALL) < _SMALL:
+    if card is None and (count_parameters(asked.model.name) or 0) < _SMALL:
         flag = f"--{prefix}parallel.card-gb".replace("_", "-")
         print(f"plan: no GPU is known here; with {flag} 24 this says what a step needs on GPUs of 24 GB")
         return
@@ -150,7 +150,7 @@ def tell_forecast(
     peak = found.peak[1]
     if card is None:
         fits = [str(gb) for gb in CARDS_GB if peak.total + RESERVED_BYTES <= gb * 1e9]
-        told = f"it fits GPUs of {' and '.join(fits)} GB" if fits else f"it fits no GPU of {CARDS_GB[-1]} GB"
+        told = f"it fits GPUs of {', '.join(fits)} GB" if fits else f"it fits no GPU of {CARDS_GB[-1]} GB"
         print(f"  with {_RESERVED} {told}; which GPU it will be is not known")
         return found
     _check_trainer(found, card, limit, shared)
@@ -209,7 +209,7 @@ def _described(found: Forecast, dtype: str) -> list[str]:
     ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
     sends = f"  a row sends {_sent(step.first_row)}; a step {_sent(found.of_step)}"
     return [
-        f"plan: {ranks} of {found.model}, {step.parameters / 1e9:,.3g}B parameters, {dtype}; {found.rows} rows of up "
+        f"plan: {ranks} of {found.model}, {in_short(step.parameters)} parameters, {dtype}; {found.rows} rows of up "
         f"to {found.row_tokens:,} tokens on each{updates} (calculated with tensors without numbers)",
         f"  most memory in {_PHASES.get(word, f'the {word}')}, on each rank: {peak.total / GIB:.2f} GiB ({parts})",
         *([sends] if found.ranks > 1 else []),

@@ -9,7 +9,7 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher import forecast
-from holdfast.launcher.forecast import Engine, forecast_alone, tell_forecast
+from holdfast.launcher.forecast import Engine, forecast_alone, forecast_beside, tell_forecast
 from holdfast.launcher.launch import launch_training
 from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Refused, Step, depths, extended
 
@@ -66,7 +66,7 @@ def test_a_step_that_does_not_fit(config: SftConfig, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_gpu(config: SftConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for size, told in ((12, "fits GPUs of 24 and 48 and 80 GB"), (60, "fits GPUs of 80 GB"), (90, "fits no GPU of 80")):
+    for size, told in ((12, "fits GPUs of 24, 48, 80 GB"), (60, "fits GPUs of 80 GB"), (90, "fits no GPU of 80")):
         _say(monkeypatch, _found(parameters=size))
         tell_forecast(config, Load(), None)
         assert told in capsys.readouterr().out
@@ -132,3 +132,24 @@ def test_layers_are_on_a_line() -> None:
         )
 
     assert extended(step(4), step(6), (4, 6), 36) == step(36)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "card", "told"),
+    [(10**6, None, "no GPU is known here"), (10**8, None, "plan: 8 ranks"), (1, 8e10, "plan: 8 ranks")],
+)
+def test_a_small_model_without_a_gpu_takes_no_time(
+    parameters: int,
+    card: float | None,
+    told: str,
+    config: SftConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _say(monkeypatch, _found(parameters=8))
+    monkeypatch.setattr(forecast, "count_parameters", lambda _: parameters)
+    forecast_beside(config, card)
+    assert told in capsys.readouterr().out
+    config.parallel.device = "cpu"
+    forecast_beside(config, None)
+    assert not capsys.readouterr().out  # `memory:` is all
