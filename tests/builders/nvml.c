@@ -22,6 +22,10 @@ int nvmlDeviceGetName(void *device, char *name, unsigned length) {
     strncpy(name, "NVIDIA H100 80GB HBM3", length);
     return 0;
 }
+int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *total_free_used) {
+    total_free_used[0] = 1000000000ULL * of("MADE_UP_GB");
+    return of("MADE_UP_GB") ? 0 : 3; /* not supported */
+}
 int nvmlDeviceGetUUID(void *device, char *uuid, unsigned length) {
     snprintf(uuid, length, "GPU-%08lx-5a5a", (long)device - 1);
     return 0;

@@ -139,6 +139,11 @@ class ParallelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA on a machine with GPUs, and is an error where PyTorch cannot use them."""
 
+    card_gb: float | None = Field(default=None, gt=0)
+    """With `dry_run`: the memory of one GPU in GB, such as 24 or 80, on this machine or not. Only the plan of a step on
+    such GPUs is made, from the config.json of the model: no weights, tokenizer or data are looked at. It is an
+    error if something does not fit, with ways out."""
+
     collective_timeout_s: float = Field(default=1800.0, gt=0)
     """A collective that takes longer than this fails, and names itself."""
 

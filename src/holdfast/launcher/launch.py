@@ -15,12 +15,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from holdfast.config.base import CkptConfig
+from holdfast.config.base import CkptConfig, Command
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import EvaluatedCommand, SupervisedCommand, TrainingCommand
+from holdfast.config.training import EvaluatedCommand, ParallelConfig, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, RunDirError
 from holdfast.launcher.cluster.slurm import submit_rl, submit_training
 from holdfast.launcher.devices import (
@@ -38,6 +38,7 @@ from holdfast.launcher.devices import (
 )
 from holdfast.launcher.engines import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
+from holdfast.launcher.forecast import Engine, forecast_alone, forecast_beside, load_of
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
@@ -101,6 +102,8 @@ def with_evaluations(
 
 def launch_training(config: TrainingCommand) -> int:
     """Run `sft`, `dpo`, `reward-model`, or only the trainer of `rl`; return the exit code."""
+    if _plans_only(config, config.parallel, key="parallel"):
+        return forecast_alone(config)
     if isinstance(config, SupervisedCommand) and config.slurm is not None:
         check_training(config)
         return submit_training(config)
@@ -112,6 +115,7 @@ def launch_training(config: TrainingCommand) -> int:
     machine = this_machine(find_gpus())
     placement = place_training(config.parallel, machine)
     gpus = evaluation_gpus(config, placement, machine)
+    asked = config.model_copy(deep=True)
     chosen = choose_training(config, placement, clean=config.clean)
     environment = placement.environment(placement.trainer)
     if config.parallel.nodes > 1 and not config.dry_run:
@@ -132,7 +136,23 @@ def launch_training(config: TrainingCommand) -> int:
         processes=planned_trainer(config, placement),
     )
     plan = with_evaluations(plan, attempt, config, placement, gpus)
-    return _print_plan(plan) if config.dry_run else watch(plan)
+    if config.dry_run:
+        _print_plan(plan)
+        forecast_beside(config if placement.trainer else asked, _card(placement))
+        return 0
+    return watch(plan)
+
+
+def _plans_only(config: Command, parallel: ParallelConfig, *, key: str) -> bool:
+    """Whether only a plan is wanted, for GPUs that need not be here; raise `ConfigError` if a run is wanted, too."""
+    if parallel.card_gb is not None and not config.dry_run:
+        raise ConfigError(f"{key}.card_gb is for a plan without a run: add --dry-run, or leave it out")
+    return parallel.card_gb is not None
+
+
+def _card(placement: Placement) -> float | None:
+    """Return the bytes of the smallest GPU of the trainer; None if it has none, or a GPU does not say."""
+    return min((gpu.num_bytes for gpu in placement.trainer), default=0) or None
 
 
 def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: dict[str, str]) -> int:
@@ -204,6 +224,8 @@ def trainer_command(config: TrainingCommand, path: Path) -> list[str]:
 
 def launch_rl(config: RlConfig) -> int:
     """Run trainer, orchestrator and, unless it uses running ones, inference servers; return the exit code."""
+    if _plans_only(config, config.trainer.parallel, key="trainer.parallel"):
+        return forecast_alone(hand_down_shared(config))
     picks_port = picks_its_port(config)
     machine, given = this_machine(find_gpus()), config
     is_here = config.cluster is None and config.slurm is None
@@ -220,6 +242,7 @@ def launch_rl(config: RlConfig) -> int:
         check_outputs(config.trainer)
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
         settle_length(config.trainer, clean=config.clean)
+        asked = config.trainer.model_copy(deep=True)
         chosen = choose_rl(config, placement, machine, starts_inference=servers.starts_own)
         make_plan = partial(_plan_rl, config, placement, starts_inference=servers.starts_own, places=places)
         plan = make_plan()
@@ -229,7 +252,11 @@ def launch_rl(config: RlConfig) -> int:
         trainer = config.trainer.model_copy(update={"dry_run": config.dry_run})
         print(summary(trainer, None, config.orchestrator))
         if config.dry_run:
-            return _print_plan(plan)
+            _print_plan(plan)
+            engine = Engine(config.inference, placement.shares) if placement.engines else None
+            trained, load = config.trainer if placement.trainer else asked, load_of(config.orchestrator)
+            forecast_beside(trained, _card(placement), load, prefix="trainer.", engine=engine)
+            return 0
         healing = RestartPolicy(
             again=partial(make_plan, again=True),
             restarts=RestartLimit(config.max_restarts, config.restart_window_s),
@@ -370,10 +397,9 @@ def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_o
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same for Intel's and LLVM's OpenMP
 
 
-def _print_plan(plan: Plan) -> int:
+def _print_plan(plan: Plan) -> None:
     attempt = plan.attempt
     print(f"would start {attempt.start} in {attempt.run_dir.path} and train until step {plan.trainer.max_steps}")
     for path in plan.paths:
         print(f"resolved configuration: {path}")
     print_table(plan.processes)
-    return 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.errors import ConfigError
 
@@ -24,11 +24,13 @@ class Gpu:
     Attributes:
         name: in CUDA_VISIBLE_DEVICES: a number, `GPU-<uuid>` or `MIG-<uuid>`.
         model, uuid: such as `NVIDIA H100 80GB HBM3`; empty if unknown.
+        num_bytes: of its memory; 0 if unknown.
     """
 
     name: str
     model: str = ""
     uuid: str = ""
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _by_nvml() -> Inventory | None:
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         gpus = [
-            Gpu(str(number), pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
+            Gpu(str(number), pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle), _memory_of(handle))
             for number, handle in enumerate(handles)
         ]
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
@@ -129,6 +131,15 @@ def _by_nvml() -> Inventory | None:
         ) from None
     finally:
         pynvml.nvmlShutdown()
+
+
+def _memory_of(handle: Any) -> int:
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError:  # it shares the memory of the host
+        return 0
 
 
 def _by_files(root: Path) -> Inventory:

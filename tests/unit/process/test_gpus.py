@@ -17,7 +17,8 @@ H100 = "NVIDIA H100 80GB HBM3"
 _FIND = """
 from holdfast.process.gpus import find_gpus
 found = find_gpus()
-print([[gpu.name for gpu in found.gpus], sorted({gpu.model for gpu in found.gpus}), found.driver, found.cuda])
+models = sorted({(gpu.model, gpu.num_bytes) for gpu in found.gpus})
+print([[gpu.name for gpu in found.gpus], models, found.driver, found.cuda])
 """
 
 
@@ -31,8 +32,9 @@ def found(**settings: str) -> Any:
 
 
 def test_a_driver_is_asked_for_its_gpus() -> None:
-    assert found(**machine(8)) == [[str(number) for number in range(8)], [H100], "580.65.06", (13, 0)]
-    assert found(**machine(2, cuda=12080), CUDA_VISIBLE_DEVICES="1") == [["1"], [H100], "580.65.06", (12, 8)]
+    assert found(**machine(8)) == [[str(number) for number in range(8)], [(H100, 0)], "580.65.06", (13, 0)]
+    known = [["1"], [(H100, 80 * 10**9)], "580.65.06", (12, 8)]
+    assert found(**machine(2, cuda=12080), MADE_UP_GB="80", CUDA_VISIBLE_DEVICES="1") == known
     assert found(**machine(2), CUDA_VISIBLE_DEVICES="") == found(CUDA_VISIBLE_DEVICES="-1") == [[], [], "", None]
     assert found() == [[], [], "", None]  # the library is there, and no driver
 

@@ -235,8 +235,14 @@ def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, with
     return names
 
 
-def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fill: Fill | None) -> None:
-    """Shard a model from the meta device, give it memory, and fill in weights, if not None. Collective."""
+def materialize(
+    model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fill: Fill | None, *, like: DecoderModel | None = None
+) -> None:
+    """Shard a model from the meta device, give it memory, and fill in weights, if not None. Collective.
+
+    Args:
+        like: a model of the same kind, whose layout is taken over; None: the model finds it out.
+    """
     hf_model = model.hf_model
     apply_wrappers(model, config, mesh)
     model.to_empty(device=mesh.parameter_device)
@@ -245,7 +251,11 @@ def materialize(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fil
     _reset_buffers(hf_model)
     # FSDP only moves parameters to the device that computes.
     _move_buffers(hf_model, mesh.device)
-    _prepare(model, config, mesh)
+    if like is None:
+        _prepare(model, config, mesh)
+    else:
+        model.take_over(like)
+    use_attention(hf_model, model.layout.attention)
     model.share_rows(mesh.sequence)
     if fill is not None:
         # The broadcast needs all tensors on one device.
@@ -275,7 +285,6 @@ def _prepare(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) -> Non
         model.run(model.prepare)
     reshard(model)
     model.train(was_training)
-    use_attention(model.hf_model, model.layout.attention)
 
 
 @contextmanager

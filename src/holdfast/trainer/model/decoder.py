@@ -7,7 +7,7 @@ Shape legend: B rows, L tokens of a row, N predicted tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -67,6 +67,10 @@ class DecoderModel(nn.Module):
         found = find_layout(self.hf_model, self._all_hidden_states, self.layout.attention, longest=limit)
         shares = found.packs and found.attention == "packed"
         self.layout = replace(found, pair_cost=pair_cost(self.hf_model), shares=shares)
+
+    def take_over(self, other: DecoderModel) -> None:
+        """Take over what `prepare` found out with another model of the same kind."""
+        self.layout = other.layout
 
     def share_rows(self, ranks: SequenceGroup | None) -> None:
         """Have ranks share the rows of every pass, after `prepare`. Raise DataError if the model cannot."""
@@ -160,10 +164,30 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
     shard = partial(fully_shard, mesh=mesh.device_mesh, mp_policy=mixed_precision, offload_policy=_offload_policy(mesh))
     for layer in layers:
         shard(layer, reshard_after_forward=frees)
+    embedding = hf_model.get_input_embeddings()
+    # An offloaded one is on the host until it computes, and `find_layout` asks it for the device.
+    if not mesh.cpu_offload and not _is_tied(embedding, hf_model):
+        unit = shard(embedding, reshard_after_forward=frees)
+        unit.set_unshard_in_backward(False)  # its gradient needs only the tokens
     # The backward pass begins with the root, and `readout` needs the head.
     shard(model, reshard_after_forward=False)
     # FSDP2 gathers parameters before `forward` only; `run` needs them, too.
     register_fsdp_forward_method(model, "run")
+
+
+def _is_tied(embedding: nn.Module, model: nn.Module) -> bool:
+    """Whether other modules compute with parameters of the embedding."""
+    own = {id(parameter) for parameter in embedding.parameters()}
+    uses = [parameter for _, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own]
+    return len(uses) > len(own)
+
+
+def rows_of_update(model: nn.Module, rows: Sequence[T]) -> Iterator[T]:
+    """Yield the micro-batches of an update. Replicas of the model add up their gradients with the last one only."""
+    for place, row in enumerate(rows, start=1):
+        if isinstance(model, FSDPModule):
+            model.set_requires_all_reduce(place == len(rows))
+        yield row
 
 
 def _offload_policy(mesh: Mesh) -> OffloadPolicy:

@@ -18,7 +18,7 @@ from holdfast.process.heartbeat import moved
 from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.build import build_hf_model, filler, is_classifier, load_model_config, materialize
-from holdfast.trainer.model.decoder import DecoderModel
+from holdfast.trainer.model.decoder import DecoderModel, rows_of_update
 from holdfast.trainer.model.logprobs import PLAIN, Head, Predicted, Reading, Readout, plain_head, token_logprobs
 from holdfast.trainer.model.lora import inject_adapters
 from holdfast.trainer.model.packing_check import Layout
@@ -43,6 +43,12 @@ class Policy(DecoderModel):
         super().prepare()
         with torch.no_grad():
             self.has_plain_head = has_plain_head(self.hf_model, self.softcap)
+
+    def take_over(self, other: DecoderModel) -> None:
+        """Take over what `prepare` found out with another policy of the same kind."""
+        super().take_over(other)
+        assert isinstance(other, Policy)
+        self.has_plain_head = other.has_plain_head
 
     def forward(
         self,
@@ -105,11 +111,14 @@ class Policy(DecoderModel):
         return plain_head(head.weight, bias_V=bias_V, softcap=self.softcap, in_float32=self.fp32_lm_head)
 
 
-def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool = True) -> Policy:
+def build_policy(
+    config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool = True, like: Policy | None = None
+) -> Policy:
     """Return the policy, in training mode, sharded over all ranks. Random weights do not depend on the ranks.
 
     Args:
         weights: whether to fill in weights; if False, load them from a checkpoint.
+        like: another policy of the same kind, whose layout is taken over; no weights are filled in then.
 
     Raises:
         DataError: the model directory is missing, incomplete or of an unknown kind.
@@ -130,9 +139,9 @@ def build_policy(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: 
         causal_lm = build_hf_model(AutoModelForCausalLM, config, model_config)
         if config.lora is not None:
             inject_adapters(causal_lm, config.lora)
-    fill = filler(causal_lm, config, seed=seed) if weights else None
+    fill = filler(causal_lm, config, seed=seed) if weights and like is None else None
     policy = Policy(causal_lm, logits_chunk_tokens=config.head_chunk_tokens, fp32_lm_head=config.fp32_lm_head)
-    materialize(policy, config, mesh, fill)
+    materialize(policy, config, mesh, fill, like=like)
     return policy
 
 
@@ -160,7 +169,7 @@ def supervised_step(
     total_targets = sum(sample.num_targets for sample in batch)
     losses = Sums("loss")
     pack = policy.layout.arrangement(pack=config.pack) == "packed"
-    for indices in plan_samples(batch, policy.layout, config, mesh):
+    for indices in rows_of_update(policy, plan_samples(batch, policy.layout, config, mesh)):
         micro = build_micro_batch(batch, indices, pack=pack, device=mesh.device)
         logprobs_N = predict(policy, micro).logprobs_N
         weights_N = torch.full_like(logprobs_N, 1 / total_targets)

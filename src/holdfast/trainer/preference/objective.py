@@ -18,7 +18,7 @@ from torch import Tensor
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.process.events import Counted
 from holdfast.trainer.mesh import Mesh, Sums
-from holdfast.trainer.model.decoder import reshard
+from holdfast.trainer.model.decoder import reshard, rows_of_update
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.model.value_model import ScalarModel
@@ -50,7 +50,7 @@ class PairObjective(Generic[M, P]):
     def accumulate_gradients(self, model: M, batch: Sequence[P]) -> dict[str, float]:
         """Add the gradients of one optimizer step; return its metrics, over all its pairs. Collective."""
         totals = Sums()
-        for indices in self._my_micro_batches(model, batch):
+        for indices in rows_of_update(model, self._my_micro_batches(model, batch)):
             columns = self.forward(model, batch, indices)
             # FSDP averages gradients over ranks; the losses of all ranks together are divided by the step's pairs.
             (columns["loss"].sum() / len(batch) * self.mesh.world_size).backward()

@@ -23,7 +23,7 @@ from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.build import is_classifier, load_model_config
-from holdfast.trainer.model.decoder import freeze, reshard
+from holdfast.trainer.model.decoder import freeze, reshard, rows_of_update
 from holdfast.trainer.model.lora import digest_of
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.model.value_model import build_scalar_model, predict_values, score_samples
@@ -69,7 +69,7 @@ class Critic:
         # At least 1: a minibatch may have nothing to train, and still every rank must take part.
         num_targets = max(1, minibatch.num_targets)
         losses = Sums("value_loss", "value_clip_fraction")
-        for indices in minibatch.micro_batches:
+        for indices in rows_of_update(self.model, minibatch.micro_batches):
             micro = minibatch.build(indices, pack=self.model.layout.packs, device=self._mesh.device)
             values_N = predict_values(self.model, micro)
             weights_N = torch.full_like(values_N, 1 / num_targets)

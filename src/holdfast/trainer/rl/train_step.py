@@ -27,7 +27,7 @@ from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_varia
 from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh, Sums
-from holdfast.trainer.model.decoder import reshard
+from holdfast.trainer.model.decoder import reshard, rows_of_update
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.policy import Policy, predict, supervised_step
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
@@ -96,7 +96,7 @@ def policy_step(
     weights = [1 / (len(samples) * max(1, sample.num_targets)) for sample in samples]
     weights_S = to_device(torch.tensor(weights, dtype=torch.float32), mesh.device)
     losses = Sums("loss")
-    for indices in minibatch.micro_batches:
+    for indices in rows_of_update(policy, minibatch.micro_batches):
         micro = minibatch.build(indices, pack=policy.layout.packs, device=mesh.device)
         predicted = predict(policy, micro, reading_of(micro, reading), teacher=teacher)
         logprobs_N, entropy_N = predicted.logprobs_N, predicted.entropy_N

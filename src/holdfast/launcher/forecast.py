@@ -1,0 +1,234 @@
+"""The plan of a dry run: the forecast of a step and of the engines of `rl`, beside the memory of a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.resolved import choose_for_engine, choose_for_training
+from holdfast.config.rl import RlConfig
+from holdfast.config.training import TrainingCommand
+from holdfast.errors import ConfigError
+from holdfast.launcher.preflight import check_in_child
+from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Refused
+from holdfast.run.inputs import check_model_path, count_parameters, in_short
+from holdfast.view.tables import size
+
+PARTS = ("parameters", "moments", "gradients", "gathered", "activations", "logits", "temporary")
+"""Purposes of the bytes of a rank, in the order in which a run needs them."""
+RESERVED_BYTES = 2 * GIB
+"""Taken for CUDA, NCCL, the libraries and the gaps between tensors, which no tensor shows. An assumption."""
+CARDS_GB = (24, 48, 80)
+_PHASES = {
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "parameters": "the building of the model",
+    "publishing": "the publishing of weights",
+    "experience": "what is measured before the update",
+}
+_SMALL = 50_000_000
+"""Parameters below which a dry run without a GPU is not made longer: every GPU has room for their state."""
+_RESERVED = f"{RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator"
+_RUNNING_BYTES = GIB
+"""An engine takes this beside weights and cache. An assumption."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engines of a run; `shares`: one is on a GPU of the trainer."""
+
+    config: InferenceConfig
+    shares: bool
+
+    def room(self, found: Forecast, card: float) -> tuple[float, float, float]:
+        """Return the bytes of weights on each GPU of an engine; what is then left beside its longest session, below 0
+        if that does not fit; and the bytes of such a session.
+
+        Args:
+            card: bytes of each GPU.
+        """
+        ranks = self.config.engine.tensor_parallel_size
+        width = 4 if self.config.model.dtype == "float32" else 2
+        weights = found.step.parameters * width / ranks
+        session = (found.step.kv_bytes or 0) * (width / 2) * self.config.model.max_len / ranks
+        return weights, self.share * card - weights - _RUNNING_BYTES - session, session
+
+    @property
+    def share(self) -> float:
+        """The part of each GPU that an engine may take."""
+        return self.config.engine.gpu_memory_utilization or 0.0
+
+
+def load_of(config: OrchestratorConfig) -> Load:
+    """Return what a step of `rl` brings at most: every rollout as long as it may be."""
+    settings = [config.rollouts_of(section) for section in config.environments]
+    longest = max(settings, key=lambda own: own.seq_len)
+    sampling = longest.sampling
+    return Load(
+        rollouts=config.problems_per_step * longest.group_size,
+        group_size=longest.group_size,
+        seq_len=longest.seq_len,
+        max_tokens=min(longest.max_tokens, longest.seq_len - 1),
+        distribution={name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+    )
+
+
+def forecast_alone(config: TrainingCommand | RlConfig) -> int:
+    """Print the forecast for GPUs that `parallel.card_gb` describes, from config.json only; return the exit code.
+
+    Raises:
+        ConfigError: the step does not fit.
+        DataError: there is no config.json, or the model cannot be trained.
+    """
+    trainer = config.trainer if isinstance(config, RlConfig) else config
+    assert trainer.parallel.card_gb is not None
+    check_model_path(trainer.model.name, key="model.name")
+    card = trainer.parallel.card_gb * 1e9
+    if isinstance(config, RlConfig):
+        engine = Engine(config.inference, config.share_gpus)
+        choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=config.share_gpus)
+        tell_forecast(trainer, load_of(config.orchestrator), card, prefix="trainer.", engine=engine)
+    else:
+        tell_forecast(trainer, Load(), card)
+    return 0
+
+
+def forecast_beside(
+    asked: TrainingCommand,
+    card: float | None,
+    load: Load | None = None,
+    *,
+    prefix: str = "",
+    engine: Engine | None = None,
+) -> None:
+    """Print the forecast in a dry run with all its checks, unless nothing can be said that `memory:` does not say.
+
+    Args:
+        asked: before the settings of a device were chosen.
+        card: bytes of each GPU of this machine; None: it has none.
+
+    Raises:
+        ConfigError: the step does not fit.
+    """
+    if not Path(asked.model.name).is_dir() or (card is None and asked.parallel.device == "cpu"):
+        return
+    if card is None and (count_parameters(asked.model.name) or 0) < _SMALL:
+        flag = f"--{prefix}parallel.card-gb".replace("_", "-")
+        print(f"plan: no GPU is known here; with {flag} 24 this says what a step needs on GPUs of 24 GB")
+        return
+    tell_forecast(asked, load or Load(), card, prefix=prefix, engine=engine if card is not None else None)
+
+
+def tell_forecast(
+    config: TrainingCommand, load: Load, card: float | None, *, prefix: str = "", engine: Engine | None = None
+) -> Forecast | None:
+    """Print what a step needs on each rank, beside what its GPU has. None: it cannot be driven.
+
+    Args:
+        card: bytes of each GPU; None: not known.
+
+    Raises:
+        ConfigError: something does not fit, with ways out.
+    """
+    config = config.model_copy(update={"max_steps": 2**31, "profile": None}, deep=True)  # perhaps not known yet
+    choose_for_training(config, "cuda", num_devices=config.parallel.ranks)
+    config.parallel.device, config.parallel.card_gb = "cuda", None
+    shared = 0.0
+    if card is not None and engine is not None and engine.shares:
+        shared = card * engine.share
+    limit = 0 if card is None else max(1, int(card - RESERVED_BYTES - shared))
+    found = _driven(config, load, limit, prefix)
+    if isinstance(found, Refused):
+        print(f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all")
+        return None
+    print("\n".join(_described(found, config.model.compute_dtype)))
+    peak = found.peak[1]
+    if card is None:
+        fits = [str(gb) for gb in CARDS_GB if peak.total + RESERVED_BYTES <= gb * 1e9]
+        told = f"it fits GPUs of {', '.join(fits)} GB" if fits else f"it fits no GPU of {CARDS_GB[-1]} GB"
+        print(f"  with {_RESERVED} {told}; which GPU it will be is not known")
+        return found
+    _check_trainer(found, card, limit, shared)
+    if engine is not None:
+        _check_engine(found, card, engine)
+    return found
+
+
+def _check_trainer(found: Forecast, card: float, limit: int, shared: float) -> None:
+    peak, has = found.peak[1], card / GIB
+    beside = f" and {shared / GIB:.1f} GiB for the engine" if shared else ""
+    sums = f"{_RESERVED}{beside}, of {has:.1f} GiB"
+    if (tag := _first_too_large(peak, limit)) is None:
+        print(f"  fits: {peak.total / GIB:.1f} GiB and {sums}")
+        return
+    ways = [f"{flags}: {needed / GIB:.1f} GiB" for flags, needed in found.ways.items()]
+    tried = "Ways out, the cheapest first:" if ways else "None of the changes that were tried makes it fit."
+    out = "\n         ".join([tried, *ways])
+    raise ConfigError(
+        f"the step does not fit the GPU: it needs {peak.total / GIB:.1f} GiB on each rank beside {sums}. The first "
+        f"that does not fit: {tag} ({peak.parts[tag] / GIB:.2f} GiB). {out}"
+    )
+
+
+def _check_engine(found: Forecast, card: float, engine: Engine) -> None:
+    weights, left, session = engine.room(found, card)
+    given, longest = f"{engine.share * card / GIB:.1f} GiB", f"{engine.config.model.max_len:,} tokens"
+    of = f"{given} ({engine.share:g} of {'the shared' if engine.shares else 'each'} GPU)"
+    if left < 0:
+        what = "the cache of one session" if left + session >= 0 else "the weights"
+        raise ConfigError(
+            f"the engine does not fit: {weights / GIB:.1f} GiB of weights, {session / GIB:.1f} GiB for a session of "
+            f"{longest}, and {_RUNNING_BYTES / GIB:.0f} GiB to run, of {of}. The first that does not fit: {what}. "
+            "Raise --inference.engine.tensor-parallel-size or --inference.engine.gpu-memory-utilization, lower "
+            "--inference.model.max-len, or take larger GPUs."
+        )
+    cache = f"{(left + session) / GIB:.1f} GiB of cache"
+    sessions = f", for {(left + session) / session:,.0f} sessions of {longest}" if session else ""
+    print(f"  engine: {weights / GIB:.1f} GiB of weights and {cache}{sessions}, of {of}")
+
+
+def _driven(config: TrainingCommand, load: Load, limit: int, prefix: str) -> Forecast | Refused:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "forecast.json"
+        arguments = (config.program, msgspec.json.encode(load).decode(), str(limit), prefix, str(path))
+        check_in_child("holdfast.trainer.forecast.drive", config, *arguments)
+        return msgspec.json.decode(path.read_bytes(), type=Forecast | Refused)
+
+
+def _described(found: Forecast, dtype: str) -> list[str]:
+    """Return the lines that say what a rank needs, and sends."""
+    name, peak = found.peak
+    step, word = found.step, name.split(" ")[0]
+    parts = ", ".join(f"{tag} {peak.parts[tag] / GIB:.2f}" for tag in PARTS if peak.parts.get(tag, 0) > 0.005 * GIB)
+    updates = f", {found.updates} updates a step" if found.updates > 1 else ""
+    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
+    sends = f"  a row sends {_sent(step.first_row)}; a step {_sent(found.of_step)}"
+    return [
+        f"plan: {ranks} of {found.model}, {in_short(step.parameters)} parameters, {dtype}; {found.rows} rows of up "
+        f"to {found.row_tokens:,} tokens on each{updates} (calculated with tensors without numbers)",
+        f"  most memory in {_PHASES.get(word, f'the {word}')}, on each rank: {peak.total / GIB:.2f} GiB ({parts})",
+        *([sends] if found.ranks > 1 else []),
+        *([f"  weights to the engines: {size(step.published_bytes)} a step"] if step.published_bytes else []),
+    ]
+
+
+def _first_too_large(peak: Peak, limit: float) -> str | None:
+    """Return what does not fit any more, if the parts come in the order of `PARTS`; None: all fit."""
+    total = 0
+    for tag in PARTS:
+        total += peak.parts.get(tag, 0)
+        if total > limit:
+            return tag
+    return None
+
+
+def _sent(collectives: Collectives) -> str:
+    """Return such as `74 all-gathers (30.3 GB)`."""
+    kinds = collectives.kinds.items()
+    told = [f"{calls:,} {kind}{'s' * (calls != 1)} ({size(sent)})" for kind, (calls, sent) in kinds]
+    return ", ".join(told) or "nothing"

@@ -1,0 +1,155 @@
+"""The plan of a dry run, given the needs of a step."""
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import SftConfig
+from holdfast.config.inference import InferenceConfig
+from holdfast.config.training import TrainingCommand
+from holdfast.errors import ConfigError
+from holdfast.launcher import forecast
+from holdfast.launcher.forecast import Engine, forecast_alone, forecast_beside, tell_forecast
+from holdfast.launcher.launch import launch_training
+from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Refused, Step, depths, extended
+
+_ROW = Collectives({"all-gather": (4, 8 * GIB)})
+
+
+def _found(**parts: float) -> Forecast:
+    peaks = {
+        "backward 2": Peak({tag: int(size * GIB) for tag, size in parts.items()}),
+        "clipping": Peak({"moments": 1}),
+    }
+    step = Step(peaks, _ROW, _ROW, Collectives({"all-reduce": (1, 8)}), 8 * 10**9, 8 * 10**9, 16 * 10**9, 147_456)
+    return Forecast("Qwen3ForCausalLM", 8, 3, 8192, 2, step, {"--model.lora": 9 * GIB})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> SftConfig:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    return SftConfig.model_validate({
+        "model": {"name": str(tmp_path)}, "parallel": {"card_gb": 24}, "data": {"name": "x"}, "dry_run": True
+    })  # fmt: skip
+
+
+def _say(monkeypatch: pytest.MonkeyPatch, found: Forecast | Refused) -> list[TrainingCommand]:
+    asked: list[TrainingCommand] = []
+
+    def driven(config: TrainingCommand, *_: object) -> Forecast | Refused:
+        asked.append(config)
+        return found
+
+    monkeypatch.setattr(forecast, "_driven", driven)
+    return asked
+
+
+def test_a_step_that_fits(
+    config: SftConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = _say(monkeypatch, _found(parameters=4, logits=2.5))
+    assert launch_training(config) == 0  # neither data nor tokenizer are there
+    assert asked[0].model.dtype == "bfloat16"  # as on a GPU, which is not here
+    told = capsys.readouterr().out
+    assert (
+        "8 ranks of Qwen3ForCausalLM, 8B parameters, bfloat16; 3 rows of up to 8,192 tokens on each, 2 updates" in told
+    )
+    assert "the backward pass, on each rank: 6.50 GiB (parameters 4.00, logits 2.50)" in told
+    assert "a step 24 all-gathers (51.5 GB), 2 all-reduces (16 B)" in told
+    assert "fits: 6.5 GiB and 2 GiB for CUDA and the allocator, of 22.4 GiB" in told
+
+
+def test_a_step_that_does_not_fit(config: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    _say(monkeypatch, _found(parameters=12, moments=12, logits=2))
+    with pytest.raises(ConfigError, match=r"(?s)first that does not fit: moments \(12.00 GiB\).*--model.lora: 9.0 GiB"):
+        forecast_alone(config)
+
+
+def test_an_unknown_gpu(config: SftConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for size, told in ((12, "fits GPUs of 24, 48, 80 GB"), (60, "fits GPUs of 80 GB"), (90, "fits no GPU of 80")):
+        _say(monkeypatch, _found(parameters=size))
+        tell_forecast(config, Load(), None)
+        assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("shares", "card", "refusal"),
+    [
+        (False, 24, ""),
+        (False, 16, r"the engine does not fit: 14.9 GiB of weights.* first that does not fit: the weights"),
+        (True, 80, ""),
+        (True, 40, r"the engine does not fit"),  # its share, not all of the GPU
+        (True, 16, r"the step does not fit the GPU.*GiB for the engine"),
+    ],
+)
+def test_an_engine_beside(
+    shares: bool, card: float, refusal: str, config: SftConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inference = InferenceConfig.model_validate(
+        {
+            "model": {"name": "x", "dtype": "bfloat16", "max_len": 4096},
+            "engine": {"gpu_memory_utilization": 0.4 if shares else 0.9},
+        }
+    )
+    _say(monkeypatch, _found(parameters=8))
+    if not refusal:
+        assert tell_forecast(config, Load(), card * 1e9, engine=Engine(inference, shares)) is not None
+        return
+    with pytest.raises(ConfigError, match=f"(?s){refusal}"):
+        tell_forecast(config, Load(), card * 1e9, engine=Engine(inference, shares))
+
+
+def test_what_cannot_be_driven_is_named(
+    config: SftConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _say(monkeypatch, Refused("trainer.critic"))
+    assert forecast_alone(config) == 0
+    assert "cannot be driven without numbers: trainer.critic" in capsys.readouterr().out
+    config.dry_run = False
+    with pytest.raises(ConfigError, match="card_gb is for a plan without a run: add --dry-run"):
+        launch_training(config)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        ("a" * 36, (4, 6)),
+        ("a" * 6, None),
+        ("b" + "a" * 30, (4, 6)),  # the first layer of a mixture of experts
+        ("aaaaab" * 4 + "aa", (8, 14)),  # sliding windows
+        ("abcdefghijkl", None),
+    ],
+)
+def test_layers_follow_from_a_whole_pattern_of_them(kinds: str, found: tuple[int, int] | None) -> None:
+    assert depths(kinds) == found
+
+
+def test_layers_are_on_a_line() -> None:
+    def step(layers: int) -> Step:
+        row = Collectives({"all-gather": (2 * layers + 2, 100 * layers)})
+        return Step(
+            {"clipping": Peak({"moments": 8 * layers + 3})}, row, row, Collectives(), 4 * layers, layers, 0, layers
+        )
+
+    assert extended(step(4), step(6), (4, 6), 36) == step(36)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "card", "told"),
+    [(10**6, None, "no GPU is known here"), (10**8, None, "plan: 8 ranks"), (1, 8e10, "plan: 8 ranks")],
+)
+def test_a_small_model_without_a_gpu_takes_no_time(
+    parameters: int,
+    card: float | None,
+    told: str,
+    config: SftConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _say(monkeypatch, _found(parameters=8))
+    monkeypatch.setattr(forecast, "count_parameters", lambda _: parameters)
+    forecast_beside(config, card)
+    assert told in capsys.readouterr().out
+    config.parallel.device = "cpu"
+    forecast_beside(config, None)
+    assert not capsys.readouterr().out  # `memory:` is all
