@@ -195,6 +195,14 @@ def test_without_a_tokenizer_the_ids_are_shown(rollouts: Command, run_dir: RunDi
     assert code == 0 and "there is no tokenizer.json in any model of the run" in out
 
 
+def test_a_batch_of_rounds_names_all_its_weights(rollouts: Command, run_dir: RunDir) -> None:
+    batch = msgspec.structs.replace(make_batch(5), older_digests={2: "o" * 32})
+    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+    _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
+    assert f"sampled by version 4 with digest {'d' * 32}, version 2 with digest {'o' * 32} at" in out
+    assert document(rollouts, run_dir, "show", "5")["older_digests"] == {"2": "o" * 32}
+
+
 def test_a_batch_of_a_teacher_says_so(rollouts: Command, run_dir: RunDir) -> None:
     batch = msgspec.structs.replace(make_batch(5), weights_digest="", teacher_digest="t" * 32)
     publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
