@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import Message, TaskSeed
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.env.interface import Score, Session, Task
@@ -40,6 +41,20 @@ class AsksInScore(TwoTurns):
         return [Score(0.0) for _ in sessions]
 
 
+class Uneven(TwoTurns):
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample(max_tokens=4)
+        for _ in range(11 if task.answer in ("2", "3") else 1):
+            session.append_messages([Message("user", "again")])
+            await session.sample(max_tokens=4)
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", f"{seed.number}")], answer=str(seed.index))
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(float(len(session.token_ids))) for session in sessions]
+
+
 def _in_rounds(directory: Path, *engines: FakeEngine, **changes: Any) -> list[tuple[int, list[Rollout]]]:
     return rollouts_of(directory, *engines, **(ROUNDS | changes))
 
@@ -63,6 +78,13 @@ def test_groups_of_several_batches_go_on_side_by_side(tmp_path: Path) -> None:
         assert set(batch.older_digests) == of_batch - {batch.policy_version}
     everything = [(one.task_id, one.sample_index) for _, rollouts in made for one in rollouts]
     assert len(set(everything)) == len(everything) == 8 * 3 * 4
+
+
+def test_no_short_group_takes_the_place_of_a_long_group_that_would_be_too_old(tmp_path: Path) -> None:
+    one = {"problems_per_step": 1, "group_size": 1, "environments": [{"id": f"{__name__}:Uneven"}]}
+    made = _in_rounds(tmp_path, FakeEngine(), async_level=3, **one)
+    assert [rollout.task_id for _, (rollout,) in made] == [0, 1, 2, 3, 4, 5]
+    assert all(step - 1 - rollout.versions[0].version <= 3 for step, (_, (rollout,)) in enumerate(made, start=1))
 
 
 def test_speed_engines_and_slots_decide_nothing(tmp_path: Path) -> None:
@@ -134,9 +156,12 @@ def _faulty(directory: Path, faults: dict[str, str], **settings: Any) -> list[tu
 
 @pytest.mark.launch
 def test_workers_and_their_deaths_change_nothing(tmp_path: Path) -> None:
-    straight = _faulty(tmp_path / "here", {})
-    faults = {"1": "killed once", "4": "exits once", "6": "detached once", "9": "killed once"}
-    assert _faulty(tmp_path / "workers", faults, workers=2) == straight
+    straight = _faulty(tmp_path / "straight", {})
+    halfway = {"2": "halfway bereft once"}
+    assert _faulty(tmp_path / "here", halfway) == straight
+    faults = halfway | {"1": "killed once", "3": "halfway memory once", "4": "exits once", "6": "detached once"}
+    for on_error in ("stop", "drop"):
+        assert _faulty(tmp_path / on_error, faults | {"9": "killed once"}, workers=2, on_error=on_error) == straight
 
 
 def test_a_group_that_fails_is_dropped_or_ends_the_run(tmp_path: Path) -> None:
