@@ -370,10 +370,15 @@ class RoundsMaker(BatchMaker):
     def _next_batch(self, step: int) -> list[_LiveGroup]:
         """Return the groups of the next batch, the oldest that are done; empty if a group is missing.
 
-        The trainer waits for older groups if they would be too old for the batches after that have a place for them.
+        A dropped group waits for all older groups: failures are quick, and would fill a batch. The trainer waits for
+        older groups if they would be too old for the batches after that have a place for them.
         """
         number, level = self.config.problems_per_step, self.config.async_level
-        done = [group for group in self._open if group.outcome is not None][:number]
+        missing = [place for place, group in enumerate(self._open) if group.outcome is None]
+        first = missing[0] if missing else len(self._open)
+        done = [*self._open[:first], *(group for group in self._open[first:] if isinstance(group.outcome, list))][
+            :number
+        ]
         left = [group for group in self._open if group not in done]
         is_late = any(group.entry.version + level < step + place // number for place, group in enumerate(left))
         return [] if len(done) < number or (is_late and done != self._open[:number]) else done
