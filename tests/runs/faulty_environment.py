@@ -37,9 +37,12 @@ class Faulty(Environment):
 
     async def run(self, session: Session, task: Task) -> None:
         await session.sample()
+        fault = self.faults.get(task.answer, "")
+        if fault.startswith("halfway") and self._attempt(task) == 0:
+            raise MemoryError if "memory" in fault else ProcessKilled("its helper was killed from outside")
         session.append_messages([Message("user", "again")])
         await session.sample()
-        match self.faults.get(task.answer):
+        match fault:
             case "waits":
                 await asyncio.Event().wait()
             case "detached once" if self._attempt(task) == 0:  # ends the process where no code of a group runs
@@ -50,7 +53,7 @@ class Faulty(Environment):
 
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:
         fault = self.faults.get(task.answer, "")
-        if fault and fault != "detached once":
+        if fault and not fault.startswith(("detached", "halfway")):
             attempt = self._attempt(task)
             if "once" not in fault or attempt == 0:
                 stages = fault.split(" then ")

@@ -87,6 +87,7 @@ class Problem:
     Attributes:
         environment: None if workers play it.
         number: of the task among all tasks of the environment; `seed.index` counts within a level.
+        is_shared: other groups may have filled the memory of its worker, which plays it alone then.
         affinity: of the group, whose sessions begin with the same tokens.
     """
 
@@ -94,6 +95,7 @@ class Problem:
     settings: EnvironmentConfig
     seed: TaskSeed
     number: int | None = None
+    is_shared: bool = field(default=False, compare=False)
     affinity: Affinity = field(default_factory=Affinity, compare=False)
 
     @property
@@ -182,11 +184,15 @@ def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, 
     return Dropped(
         environment=problem.name,
         task_id=problem.task_id,
-        reason="memory" if isinstance(failure.__cause__, MemoryError) else reason,
+        reason="memory" if _is_out_of_memory(failure) else reason,
         rollouts=num_sessions,
         tokens=num_tokens,
         detail=str(failure),
     )
+
+
+def _is_out_of_memory(failure: HoldfastError) -> bool:
+    return isinstance(failure.__cause__, MemoryError)
 
 
 def _to_rollout(
@@ -242,15 +248,15 @@ def sample_turn_of(
 async def _play_all(sessions: Sequence[Session], task: Task, problem: Problem, sampler: TurnSampler) -> None:
 
     async def play(index: int, session: Session) -> EnvironmentFailure | None:
+        failed: EnvironmentFailure | None = None
         try:
             await play_session(session, task, problem)
         except EnvironmentFailure as failure:
-            if problem.settings.on_error == "stop":
+            if problem.settings.on_error == "stop" or (problem.is_shared and _is_out_of_memory(failure)):
                 raise
-            return failure
-        finally:
-            sampler.leave(index)
-        return None
+            failed = failure
+        sampler.leave(index)  # not if the group is played again from its beginning
+        return failed
 
     # The first failure in the order of samples, not of time.
     for failure in await run_all(play(index, session) for index, session in enumerate(sessions)):

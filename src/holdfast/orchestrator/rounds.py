@@ -370,20 +370,26 @@ class RoundsMaker(BatchMaker):
     def _next_batch(self, step: int) -> list[_LiveGroup]:
         """Return the groups of the next batch, the oldest that are done; empty if a group is missing.
 
-        The trainer waits for a group that would be too old for the batch after.
+        A dropped group waits for all older groups: failures are quick, and would fill a batch. The trainer waits for
+        older groups if they would be too old for the batches after that have a place for them.
         """
-        done = [group for group in self._open if group.outcome is not None]
-        oldest = step - 1 - self.config.async_level
-        is_late = any(group.outcome is None and group.entry.version <= oldest for group in self._open)
-        number = self.config.problems_per_step
-        return [] if is_late or len(done) < number else done[:number]
+        number, level = self.config.problems_per_step, self.config.async_level
+        missing = [place for place, group in enumerate(self._open) if group.outcome is None]
+        first = missing[0] if missing else len(self._open)
+        done = [*self._open[:first], *(group for group in self._open[first:] if isinstance(group.outcome, list))][
+            :number
+        ]
+        left = [group for group in self._open if group not in done]
+        is_late = any(group.entry.version + level < step + place // number for place, group in enumerate(left))
+        return [] if len(done) < number or (is_late and done != self._open[:number]) else done
 
     def _admit(self, state: OrchestratorState, step: int, version: int) -> None:
         """Give free slots to the sessions that wait, and to sessions of new groups as far as their age allows."""
-        free = self.most_sessions - sum(group.num_running for group in self._open)
+        free = max(0, self.most_sessions - sum(group.num_running for group in self._open))
         for group in self._open:
             free -= group.admit(free, first=self.round + 1) if group.num_waiting else 0
-        # A group that is drawn now is in batch `version + 1 + async_level` or before, if groups end in their order.
+        # Each batch takes `problems_per_step`, so a group that is drawn now is in batch `version + 1 + async_level` or
+        # before.
         most = (version + 2 + self.config.async_level - step) * self.config.problems_per_step
         while free > 0 and len(self._open) < most:
             (problem,) = self._choose_problems(state, 1)

@@ -52,12 +52,13 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class Play(msgspec.Struct, frozen=True, tag=True):
-    """Play group `group`, of task `task_id`, which `seed` makes, for batch `step`."""
+    """Play group `group`, of task `task_id`, which `seed` makes, for batch `step`; `is_alone`: as the only group."""
 
     group: int
     task_id: int
     seed: TaskSeed
     step: int
+    is_alone: bool
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -214,7 +215,8 @@ class Worker:
                 match await read_to_worker(self._reader):
                     case Play() as play:
                         seed = play.seed
-                        problem = Problem(environments[seed.level or 0], settings, seed, number=play.task_id)
+                        environment = environments[seed.level or 0]
+                        problem = Problem(environment, settings, seed, play.task_id, is_shared=not play.is_alone)
                         playing = asyncio.create_task(self._play(play, problem, config, tokenizer))
                         playing.add_done_callback(_require_told)
                         self._groups[play.group] = playing

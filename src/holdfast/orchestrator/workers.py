@@ -165,7 +165,9 @@ class _Running:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._send(start)
 
-    async def play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
+    async def play(
+        self, problem: Problem, step: int, sampler: TurnSampler, *, is_alone: bool = False
+    ) -> Played | Failed:
         """Return the result of a group. Raises WorkerDied, or what loading raised."""
         number = next(self._numbers)
         group = self._groups[number] = _PlayedGroup(problem, sampler, asyncio.get_running_loop().create_future())
@@ -173,7 +175,7 @@ class _Running:
             await asyncio.shield(self.is_ready)
             if self.is_over:
                 raise WorkerDied("killed", "it ended before")
-            self._send(Play(number, problem.task_id, problem.seed, step))
+            self._send(Play(number, problem.task_id, problem.seed, step, is_alone))
             return await group.ended
         finally:
             del self._groups[number]
@@ -476,7 +478,7 @@ class Workers:
         """
         async with self._alone:
             worker = self._new()
-            playing = asyncio.create_task(worker.play(problem, step, sampler))
+            playing = asyncio.create_task(worker.play(problem, step, sampler, is_alone=True))
             resting = asyncio.create_task(sampler.rest())
             try:
                 await asyncio.wait((playing, resting), return_when=asyncio.FIRST_COMPLETED)

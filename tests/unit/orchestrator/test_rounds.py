@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import Message, TaskSeed
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.env.interface import Score, Session, Task
@@ -40,15 +41,36 @@ class AsksInScore(TwoTurns):
         return [Score(0.0) for _ in sessions]
 
 
+class Uneven(TwoTurns):
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample(max_tokens=4)
+        for _ in range(11 if task.answer in ("2", "3") else 1):
+            session.append_messages([Message("user", "again")])
+            await session.sample(max_tokens=4)
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", f"{seed.number}")], answer=str(seed.index))
+
+    def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(float(len(session.token_ids))) for session in sessions]
+
+
+class FailsAtOnce(Uneven):
+    async def run(self, session: Session, task: Task) -> None:
+        if task.answer in ("1", "2", "3"):
+            raise KeyError("no")
+        await super().run(session, task)
+
+
 def _in_rounds(directory: Path, *engines: FakeEngine, **changes: Any) -> list[tuple[int, list[Rollout]]]:
     return rollouts_of(directory, *engines, **(ROUNDS | changes))
 
 
 def test_without_staleness_the_batches_are_those_of_the_strict_schedule(tmp_path: Path) -> None:
-    common = {"async_level": 0, "environments": [{"id": TWO_TURNS}, {"id": "reverse_text"}]}
+    common: dict[str, Any] = {"async_level": 0, "environments": [{"id": TWO_TURNS}, {"id": "reverse_text"}]}
     strict = rollouts_of(tmp_path / "strict", FakeEngine(), schedule="strict", **common)
     for room in (3, 256):
-        few = {"client": {"max_concurrency": room}}
+        few: dict[str, Any] = {"client": {"max_concurrency": room}}
         assert rollouts_of(tmp_path / f"rounds_{room}", FakeEngine(), schedule="rounds", **common, **few) == strict
 
 
@@ -63,6 +85,13 @@ def test_groups_of_several_batches_go_on_side_by_side(tmp_path: Path) -> None:
         assert set(batch.older_digests) == of_batch - {batch.policy_version}
     everything = [(one.task_id, one.sample_index) for _, rollouts in made for one in rollouts]
     assert len(set(everything)) == len(everything) == 8 * 3 * 4
+
+
+def test_no_short_group_takes_the_place_of_a_long_group_that_would_be_too_old(tmp_path: Path) -> None:
+    one: dict[str, Any] = {"problems_per_step": 1, "group_size": 1, "environments": [{"id": f"{__name__}:Uneven"}]}
+    made = _in_rounds(tmp_path, FakeEngine(), async_level=3, **one)
+    assert [rollout.task_id for _, (rollout,) in made] == [0, 1, 2, 3, 4, 5]
+    assert all(step - 1 - rollout.versions[0].version <= 3 for step, (_, (rollout,)) in enumerate(made, start=1))
 
 
 def test_speed_engines_and_slots_decide_nothing(tmp_path: Path) -> None:
@@ -134,9 +163,12 @@ def _faulty(directory: Path, faults: dict[str, str], **settings: Any) -> list[tu
 
 @pytest.mark.launch
 def test_workers_and_their_deaths_change_nothing(tmp_path: Path) -> None:
-    straight = _faulty(tmp_path / "here", {})
-    faults = {"1": "killed once", "4": "exits once", "6": "detached once", "9": "killed once"}
-    assert _faulty(tmp_path / "workers", faults, workers=2) == straight
+    straight = _faulty(tmp_path / "straight", {})
+    halfway = {"2": "halfway bereft once"}
+    assert _faulty(tmp_path / "here", halfway) == straight
+    faults = halfway | {"1": "killed once", "3": "halfway memory once", "4": "exits once", "6": "detached once"}
+    for on_error in ("stop", "drop"):
+        assert _faulty(tmp_path / on_error, faults | {"9": "killed once"}, workers=2, on_error=on_error) == straight
 
 
 def test_a_group_that_fails_is_dropped_or_ends_the_run(tmp_path: Path) -> None:
@@ -145,6 +177,12 @@ def test_a_group_that_fails_is_dropped_or_ends_the_run(tmp_path: Path) -> None:
     assert len({rollout.task_id for rollouts, _ in made for rollout in rollouts}) == 4 * 3 - 2
     with pytest.raises(EnvironmentFailure, match=r"failed on task 5 .*: score\(\) raised KeyError"):
         _faulty(tmp_path / "stopped", {"5": "raises"})
+
+
+def test_groups_that_fail_at_once_do_not_fill_a_batch_before_older_groups(tmp_path: Path) -> None:
+    made = _in_rounds(tmp_path, FakeEngine(), environments=[{"id": f"{__name__}:FailsAtOnce", "on_error": "drop"}])
+    assert {rollout.task_id for rollout in made[0][1]} == {0}
+    assert [one.task_id for step in (1, 2) for one in journal.read_batch(RunDir(tmp_path), step).dropped] == [1, 2, 3]
 
 
 def test_what_has_no_place_in_rounds_is_refused(tmp_path: Path) -> None:
