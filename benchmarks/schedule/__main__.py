@@ -119,7 +119,7 @@ def rounds(cluster: Cluster, async_level: int, tokens: int, *, is_kept: bool = F
     for step in range(1, STEPS + 1):
         wanted = max(0, step - 1 - min(1, async_level))
         now, swapped, version = max(now, ready[wanted]), wanted != version and not is_kept, wanted
-        while len(done) < size or any(born[g] <= step - 1 - async_level for g in open_groups if g not in done):
+        while not _may_take(step, done[:size], open_groups, size, born, async_level):
             while len(open_groups) < (version + 2 + async_level - step) * size:
                 open_groups.append(drawn)
                 missing[drawn], born[drawn] = GROUP, version
@@ -144,6 +144,15 @@ def rounds(cluster: Cluster, async_level: int, tokens: int, *, is_kept: bool = F
         trained = ready[step] = max(now, trained) + cluster.train_s
         begin = (now, total) if step == STEPS // 3 else begin
     return (total - begin[1]) / (now - begin[0])
+
+
+def _may_take(
+    step: int, taken: list[int], open_groups: list[int], size: int, born: dict[int, int], async_level: int
+) -> bool:
+    """Whether these groups are a batch that leaves no other group too old."""
+    left = [group for group in open_groups if group not in taken]
+    is_late = any(born[group] + async_level < step + place // size for place, group in enumerate(left))
+    return len(taken) == size and (taken == open_groups[:size] or not is_late)
 
 
 def main() -> None:
