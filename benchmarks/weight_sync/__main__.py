@@ -54,7 +54,6 @@ class Measurement:
         self.run_dir = RunDir(directory / "run")
         self.run_dir.create()
         self._url = url
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         mesh = join_mesh(ParallelConfig(), rank=0, world_size=1, device=torch.device("cpu"))
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(_TOKENIZER)
         self.policy: Policy = build_policy(TrainedModelConfig(name=str(model), init="random"), mesh, seed=0)
@@ -150,6 +149,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of trainer and engine, each")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as place:
             directory = Path(place)

@@ -40,6 +40,7 @@ def offers(tmp_path: Path) -> Iterator[WeightOffers]:
     with WeightOffers(RunDir(tmp_path), WeightsConfig(stall_timeout_s=HANG_S), CPU) as offers:
         yield offers
     assert not RunDir(tmp_path).offer.exists()
+    assert "weight offer" not in {thread.name for thread in threading.enumerate()}, "it would abort the process"
 
 
 def offered(directory: Path) -> Offer:
@@ -146,6 +147,7 @@ def test_a_sender_that_fails_or_stands_still_is_noticed(
     def stand_still(file: weight_offers._File) -> Iterator[Tensor]:
         yield next(groups(file))
         is_over.wait()
+        raise RuntimeError("nobody waits any more")
 
     for version, sabotage, timeout_s, reason in (
         (1, fail, HANG_S, "Connection (closed|reset) by peer"),
