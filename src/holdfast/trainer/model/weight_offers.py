@@ -187,6 +187,8 @@ class _Sending:
         except RuntimeError as error:  # of torch.distributed: a member is gone, or stands still
             reason = str(error).partition("\n")[0]
             _log.warning("version %d was not sent to all engines, which get its files: %s", self._version, reason)
+        finally:
+            self._files.clear()  # a copy of the model
 
     def _send(self, num_members: int) -> None:
         if self._device.type == "cuda":

@@ -130,6 +130,9 @@ def test_an_offer_is_refused_before_anything_is_sent(offers: WeightOffers, tmp_p
         join(first)
     second = offered(tmp_path)
     assert receive(join(second)).keys() == ARCHITECTURE.shapes.keys()
+    for sending in offers._sent:
+        sending.join()
+        assert sending.is_alive or not sending._files, "a copy of the model stays"
     with pytest.raises(DataError, match="is not open any more: '2', asked for were 3 members"):
         join(second, num_members=3)
 
