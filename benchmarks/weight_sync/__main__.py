@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -54,22 +54,21 @@ class Measurement:
         self.run_dir = RunDir(directory / "run")
         self.run_dir.create()
         self._url = url
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         mesh = join_mesh(ParallelConfig(), rank=0, world_size=1, device=torch.device("cpu"))
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(_TOKENIZER)
         self.policy: Policy = build_policy(TrainedModelConfig(name=str(model), init="random"), mesh, seed=0)
         self._publisher = WeightPublisher(self.run_dir, self.policy, tokenizer, mesh, dtype="float32")
 
-    async def measure(self, rounds: int) -> dict[str, list[float]]:
+    async def measure(self, transports: Sequence[str], rounds: int) -> dict[str, list[float]]:
         """Return the seconds of each round by transport; the first round of each warms up, and is left out."""
-        seconds: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+        seconds: dict[str, list[float]] = {transport: [] for transport in transports}
         client_config = ClientConfig(urls=[self._url], ready_timeout_s=_WAIT_S)
         with WeightOffers(self.run_dir, WeightsConfig(), torch.device("cpu")) as offers:
             async with InferenceClient(client_config, run_dir=self.run_dir) as client:
                 await client.engines[0].wait_for_health()
                 pusher = WeightPusher(client, self.run_dir, timeout_s=_WAIT_S, seq_len=64)
-                for version in range(2 * rounds + 2):
-                    transport = TRANSPORTS[version % 2]
+                for version in range(len(transports) * (rounds + 1)):
+                    transport = transports[version % len(transports)]
                     used = offers if transport == "collective" else None
                     seconds[transport].append(await self._round(client, pusher, version, used))
         return {transport: measured[1:] for transport, measured in seconds.items()}
@@ -146,17 +145,19 @@ def main() -> None:
     """Print a line for each model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=_SIZES, default=list(_SIZES))
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1, help="of trainer and engine, each")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as place:
             directory = Path(place)
             write_model(directory / "model", size)
             with serving(directory / "model", directory, threads=arguments.threads) as (url, server):
                 measurement = Measurement(directory / "model", directory, url)
-                seconds = asyncio.run(measurement.measure(arguments.rounds))
+                seconds = asyncio.run(measurement.measure(arguments.transports, arguments.rounds))
                 peak = peak_bytes(server)
             num_bytes = sum(one.numel() * one.element_size() for one in measurement.policy.parameters())
             shown = ", ".join(

@@ -91,7 +91,8 @@ class Incoming:
             TransferError: the bytes stopped, or have another digest.
             DataError: a tensor is not finite.
         """
-        threading.Thread(target=self._fetch, name="weights", daemon=True).start()
+        fetching = threading.Thread(target=self._fetch, name="weights", daemon=True)
+        fetching.start()
         try:
             while True:
                 try:
@@ -103,6 +104,7 @@ class Incoming:
                 if isinstance(arrived, str):
                     if arrived != self.digest:
                         raise TransferError(f"the bytes have the digest {arrived}, expected was {self.digest}")
+                    fetching.join()  # it has nothing left to do
                     return
                 entries, data = arrived
                 for name, kind, shape, begin, end in entries:

@@ -160,6 +160,10 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         ({"environments": {"a": {"advantage": "distillation"}}}, "'distillation' needs a model"),
         ({"environments": {"a": {"advantage": "rlo"}}}, "there is no 'rlo'. Did you mean 'rloo'"),
         ({"environments": {"a": {"weight": 0}}}, "greater than 0"),
+        (
+            {"model": {"lora": {}}, "weights": {"transport": "collective"}},
+            "'collective' sends whole models, and model.lora",
+        ),
         ({"model": {"lora": {"dropout": 0.1}}}, "model.lora.dropout = 0.1: engines sample without dropout"),
     ],
 )

@@ -207,6 +207,8 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
         ((*DISTIL, *TEACHER, "--trainer.kl.reference", "b/teacher"), "both say what the reference is"),
         ((*DISTIL, *TEACHER, *DYNAMIC), "drops problems by their rewards"),
         (SAMPLES, "trainer.loss.type = 'dapo' takes the samples for the policy's own"),
+        ((*SAMPLES, *SFT, "--weights.transport", "collective"), "and here a teacher samples"),
+        ((*SAMPLES, *SFT, "--trainer.weights.transport", "collective"), "and here a teacher samples"),
         (SFT, "set orchestrator.teacher with mode = 'samples'"),
         ((*SFT, *TEACHER), "set orchestrator.teacher with mode = 'samples'"),
         ((*DISTIL, *TEACHER, "--orchestrator.sampling.temperature", "2"), "log-probabilities of a teacher"),

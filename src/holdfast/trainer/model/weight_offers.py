@@ -103,6 +103,7 @@ class WeightOffers:
             ) from None
         self._path = run_dir.offer
         self._sending: _Sending | None = None
+        self._sent: list[_Sending] = []
 
     def __enter__(self) -> Self:
         return self
@@ -111,6 +112,8 @@ class WeightOffers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._withdraw()
+        for sending in self._sent:
+            sending.join()
 
     def offer(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> str:
         """Offer the tensors of the files of `version`, and return the digest of these files.
@@ -124,6 +127,7 @@ class WeightOffers:
         planned = [PlannedFile(file.name, transfer.encode_header(file.entries)) for file in files]
         plan = Plan(version, digest, self._device.type, _GROUP_BYTES, planned)
         self._sending = _Sending(plan, files, self._config, self._device)
+        self._sent.append(self._sending)
         offer = Offer(version, digest, self._sending.address, self._config.stall_timeout_s)
         atomic.write_file(self._path, msgspec.json.encode(offer))
         return digest
@@ -132,6 +136,7 @@ class WeightOffers:
         self._path.unlink(missing_ok=True)
         if self._sending is not None:
             self._sending.close()
+            self._sent = [one for one in self._sent if one.is_alive]
             self._sending = None
 
 
@@ -147,7 +152,8 @@ class _Sending:
             self._store = self._connect(listen_fd=os.dup(listener.fileno()))
         self._store.set(transfer.PLAN_KEY, msgspec.json.encode(plan).decode())
         self.address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
-        threading.Thread(target=self._run, name="weights", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="weight offer", daemon=True)
+        self._thread.start()
 
     def _connect(self, *, listen_fd: int | None = None) -> dist.TCPStore:
         return dist.TCPStore(
@@ -164,6 +170,14 @@ class _Sending:
         # A connection of its own: the thread's is busy as long as it waits.
         self._connect().compare_set(transfer.MEMBERS_KEY, "", transfer.CLOSED)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the thread: an interpreter that ends while a thread is within torch aborts the process."""
+        self._thread.join(self._stall.total_seconds())
+
     def _run(self) -> None:
         try:
             self._store.wait([transfer.MEMBERS_KEY], _FOREVER)
@@ -173,6 +187,8 @@ class _Sending:
         except RuntimeError as error:  # of torch.distributed: a member is gone, or stands still
             reason = str(error).partition("\n")[0]
             _log.warning("version %d was not sent to all engines, which get its files: %s", self._version, reason)
+        finally:
+            self._files.clear()  # a copy of the model
 
     def _send(self, num_members: int) -> None:
         if self._device.type == "cuda":

@@ -40,6 +40,7 @@ def offers(tmp_path: Path) -> Iterator[WeightOffers]:
     with WeightOffers(RunDir(tmp_path), WeightsConfig(stall_timeout_s=HANG_S), CPU) as offers:
         yield offers
     assert not RunDir(tmp_path).offer.exists()
+    assert "weight offer" not in {thread.name for thread in threading.enumerate()}, "it would abort the process"
 
 
 def offered(directory: Path) -> Offer:
@@ -129,6 +130,9 @@ def test_an_offer_is_refused_before_anything_is_sent(offers: WeightOffers, tmp_p
         join(first)
     second = offered(tmp_path)
     assert receive(join(second)).keys() == ARCHITECTURE.shapes.keys()
+    for sending in offers._sent:
+        sending.join()
+        assert sending.is_alive or not sending._files, "a copy of the model stays"
     with pytest.raises(DataError, match="is not open any more: '2', asked for were 3 members"):
         join(second, num_members=3)
 
@@ -146,6 +150,7 @@ def test_a_sender_that_fails_or_stands_still_is_noticed(
     def stand_still(file: weight_offers._File) -> Iterator[Tensor]:
         yield next(groups(file))
         is_over.wait()
+        raise RuntimeError("nobody waits any more")
 
     for version, sabotage, timeout_s, reason in (
         (1, fail, HANG_S, "Connection (closed|reset) by peer"),
