@@ -36,9 +36,8 @@ ROUNDS: dict[str, Any] = {"schedule": "rounds", "async_level": 2, "round_tokens"
 
 
 class AsksInScore(TwoTurns):
-    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        await sessions[0].sample()
-        return [Score(0.0) for _ in sessions]
+    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
+        return sessions[0].sample()
 
 
 class Uneven(TwoTurns):
@@ -112,7 +111,7 @@ def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batc
     """Also with a mix of environments, a curriculum and two turns."""
     levels = {"levels": [{"modulus": 1}, {"modulus": 2}], "window": 2, "advance_reward": 0.5}
     graded = {"id": "tests.runs.environments:Graded", "name": "graded", "curriculum": levels}
-    common = ROUNDS | {"environments": [{"id": TWO_TURNS}, graded]}
+    common: dict[str, Any] = ROUNDS | {"environments": [{"id": TWO_TURNS}, graded]}
     undisturbed = FakeEngine()
     straight = rollouts_of(tmp_path / "straight", undisturbed, **common)
     engine = FakeEngine()
