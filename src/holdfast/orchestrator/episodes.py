@@ -87,7 +87,7 @@ class Problem:
     Attributes:
         environment: None if workers play it.
         number: of the task among all tasks of the environment; `seed.index` counts within a level.
-        is_shared: other groups may have filled the memory of its worker, which plays it alone then.
+        is_shared: its worker plays other groups, too, which may have filled the memory.
         affinity: of the group, whose sessions begin with the same tokens.
     """
 
