@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from holdfast.config import RlConfig, SftConfig
 from holdfast.config.resolved import GPU_MEMORY_UTILIZATION, SHARED_GPU_MEMORY_UTILIZATION, choose_for_training
 from holdfast.config.training import TrainingCommand
-from holdfast.launcher.forecast import CARDS_GB, RESERVED_BYTES, Engine, load_of
+from holdfast.launcher.forecast import CARDS_GB, RESERVED_BYTES, PlannedEngine, load_of
 from holdfast.run.forecast import Forecast, Load
 from holdfast.trainer.forecast.drive import Planner
 
@@ -97,7 +97,7 @@ class _Model:
     def _serves(self, method: str, card: float, *, shares: bool) -> bool:
         inference = self.rl(method, 1).inference
         inference.engine.gpu_memory_utilization = SHARED_GPU_MEMORY_UTILIZATION if shares else GPU_MEMORY_UTILIZATION
-        return Engine(inference, shares).room(self.forecast("rl", method, 1), card)[1] >= 0
+        return PlannedEngine(inference, shares).room(self.forecast("rl", method, 1), card)[1] >= 0
 
 
 def rows(names: list[str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from holdfast.config.preference import DpoConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.run.forecast import Load, extended
 from holdfast.trainer.forecast.drive import Planner, drive
-from holdfast.trainer.forecast.tracker import Tracker, collective_of
+from holdfast.trainer.forecast.tracker import StepTracker, collective_of
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import build_policy
 from tests.ranks.two import run_on_ranks
@@ -77,7 +77,7 @@ def save_forecasts(model: str, path: str) -> None:
 def _work(mesh: Mesh, model: Path, _: Path) -> dict[str, Any]:
     found = {}
     for name, config in programs(model).items():
-        tracker = Tracker()
+        tracker = StepTracker()
         with tracker.watching():
             policy = build_policy(config.model, mesh, seed=0)
         before = tracker.now

@@ -22,7 +22,7 @@ import xxhash
 from holdfast.errors import DataError
 from holdfast.inference.weight_files import OUTPUT_LAYER, Architecture, check_fit, check_names, checked
 from holdfast.protocol import transfer
-from holdfast.protocol.transfer import Entry, Plan, Transfer
+from holdfast.protocol.transfer import TensorEntry, Transfer, TransferPlan
 from holdfast.run.weights import WeightsFile, combined_digest
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -40,14 +40,16 @@ class Incoming:
     """
 
     def __init__(
-        self, wanted: Transfer, plan: Plan, store: dist.TCPStore, group: Any, rank: int, device: torch.device
+        self, wanted: Transfer, plan: TransferPlan, store: dist.TCPStore, group: Any, rank: int, device: torch.device
     ) -> None:
         self.digest = wanted.offer.digest
         self._plan, self._store, self._group = plan, store, group
         self._stall_timeout_s = wanted.offer.stall_timeout_s
         self._rank, self._device = rank, device
         # One group waits while the model takes another and a third arrives.
-        self._arrived: queue.Queue[tuple[list[Entry], torch.Tensor] | str | BaseException] = queue.Queue(maxsize=1)
+        self._arrived: queue.Queue[tuple[list[TensorEntry], torch.Tensor] | str | BaseException] = queue.Queue(
+            maxsize=1
+        )
         self._is_abandoned = False
 
     @classmethod
@@ -68,7 +70,7 @@ class Incoming:
             # First: torch tries a refused connection again and again.
             socket.create_connection((host, int(port)), offer.stall_timeout_s).close()
             store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
-            plan = msgspec.json.decode(store.get(transfer.PLAN_KEY), type=Plan)
+            plan = msgspec.json.decode(store.get(transfer.PLAN_KEY), type=TransferPlan)
             if (plan.version, plan.digest) != (offer.version, offer.digest):
                 raise DataError(f"{where} was replaced by version {plan.version}")
             _check_plan(plan, architecture, where)
@@ -146,7 +148,7 @@ class Incoming:
             self._arrived.put(error)
 
 
-def _check_plan(plan: Plan, architecture: Architecture, where: str) -> None:
+def _check_plan(plan: TransferPlan, architecture: Architecture, where: str) -> None:
     """Raise DataError if a model does not have these tensors; ValueError if the plan is none."""
     tensors: dict[str, torch.Tensor] = {}
     for entry in (entry for file in plan.files for entry in transfer.entries_of(file)):

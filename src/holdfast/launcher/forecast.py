@@ -15,7 +15,7 @@ from holdfast.config.rl import RlConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher.preflight import check_in_child
-from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Refused
+from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak
 from holdfast.run.inputs import check_model_path, count_parameters, in_short
 from holdfast.view.tables import size
 
@@ -39,7 +39,7 @@ _RUNNING_BYTES = GIB
 
 
 @dataclass(frozen=True)
-class Engine:
+class PlannedEngine:
     """The engines of a run; `shares`: one is on a GPU of the trainer."""
 
     config: InferenceConfig
@@ -90,7 +90,7 @@ def forecast_alone(config: TrainingCommand | RlConfig) -> int:
     check_model_path(trainer.model.name, key="model.name")
     card = trainer.parallel.card_gb * 1e9
     if isinstance(config, RlConfig):
-        engine = Engine(config.inference, config.share_gpus)
+        engine = PlannedEngine(config.inference, config.share_gpus)
         choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=config.share_gpus)
         tell_forecast(trainer, load_of(config.orchestrator), card, prefix="trainer.", engine=engine)
     else:
@@ -104,7 +104,7 @@ def forecast_beside(
     load: Load | None = None,
     *,
     prefix: str = "",
-    engine: Engine | None = None,
+    engine: PlannedEngine | None = None,
 ) -> None:
     """Print the forecast in a dry run with all its checks, unless nothing can be said that `memory:` does not say.
 
@@ -125,7 +125,7 @@ def forecast_beside(
 
 
 def tell_forecast(
-    config: TrainingCommand, load: Load, card: float | None, *, prefix: str = "", engine: Engine | None = None
+    config: TrainingCommand, load: Load, card: float | None, *, prefix: str = "", engine: PlannedEngine | None = None
 ) -> Forecast | None:
     """Print what a step needs on each rank, beside what its GPU has. None: it cannot be driven.
 
@@ -143,7 +143,7 @@ def tell_forecast(
         shared = card * engine.share
     limit = 0 if card is None else max(1, int(card - RESERVED_BYTES - shared))
     found = _driven(config, load, limit, prefix)
-    if isinstance(found, Refused):
+    if isinstance(found, NoForecast):
         print(f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all")
         return None
     print("\n".join(_described(found, config.model.compute_dtype)))
@@ -175,7 +175,7 @@ def _check_trainer(found: Forecast, card: float, limit: int, shared: float) -> N
     )
 
 
-def _check_engine(found: Forecast, card: float, engine: Engine) -> None:
+def _check_engine(found: Forecast, card: float, engine: PlannedEngine) -> None:
     weights, left, session = engine.room(found, card)
     given, longest = f"{engine.share * card / GIB:.1f} GiB", f"{engine.config.model.max_len:,} tokens"
     of = f"{given} ({engine.share:g} of {'the shared' if engine.shares else 'each'} GPU)"
@@ -192,12 +192,12 @@ def _check_engine(found: Forecast, card: float, engine: Engine) -> None:
     print(f"  engine: {weights / GIB:.1f} GiB of weights and {cache}{sessions}, of {of}")
 
 
-def _driven(config: TrainingCommand, load: Load, limit: int, prefix: str) -> Forecast | Refused:
+def _driven(config: TrainingCommand, load: Load, limit: int, prefix: str) -> Forecast | NoForecast:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "forecast.json"
         arguments = (config.program, msgspec.json.encode(load).decode(), str(limit), prefix, str(path))
         check_in_child("holdfast.trainer.forecast.drive", config, *arguments)
-        return msgspec.json.decode(path.read_bytes(), type=Forecast | Refused)
+        return msgspec.json.decode(path.read_bytes(), type=Forecast | NoForecast)
 
 
 def _described(found: Forecast, dtype: str) -> list[str]:

@@ -38,7 +38,7 @@ from holdfast.launcher.devices import (
 )
 from holdfast.launcher.engines import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
-from holdfast.launcher.forecast import Engine, forecast_alone, forecast_beside, load_of
+from holdfast.launcher.forecast import PlannedEngine, forecast_alone, forecast_beside, load_of
 from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
@@ -253,7 +253,7 @@ def launch_rl(config: RlConfig) -> int:
         print(summary(trainer, None, config.orchestrator))
         if config.dry_run:
             _print_plan(plan)
-            engine = Engine(config.inference, placement.shares) if placement.engines else None
+            engine = PlannedEngine(config.inference, placement.shares) if placement.engines else None
             trained, load = config.trainer if placement.trainer else asked, load_of(config.orchestrator)
             forecast_beside(trained, _card(placement), load, prefix="trainer.", engine=engine)
             return 0

@@ -46,7 +46,7 @@ _decode = msgspec.msgpack.Decoder(list[list[Answer]], dec_hook=decode_packed).de
 
 
 @dataclass(eq=False)
-class _Clock:
+class _TokenClock:
     """The tokens of one session: in each round from `first` on it may sample as many as the round has.
 
     Attributes:
@@ -71,7 +71,7 @@ class _LiveGroup:
         self.parts = parts
         self.outcome: Outcome | None = None
         self._maker = maker
-        self._clocks = [_Clock(first) for first in entry.first_rounds]
+        self._clocks = [_TokenClock(first) for first in entry.first_rounds]
         self._turns = Remembering(self)
         self._turns.is_resting = lambda: not self._has_ended and self._is_settled()
         player = GroupPlayer(maker.config, maker.tokenizer, self, maker.workers)
@@ -204,7 +204,7 @@ class _LiveGroup:
                 return _joined(parts)
             token_ids = [*token_ids, *part.token_ids]
 
-    async def _granted(self, clock: _Clock) -> int:
+    async def _granted(self, clock: _TokenClock) -> int:
         """Return how many tokens the session may sample in this round, as soon as there is one."""
         while self._is_over(clock):
             clock.is_waiting = True
@@ -215,7 +215,7 @@ class _LiveGroup:
         size = self._maker.round_tokens
         return size - clock.used % size if size else 2**31
 
-    def _is_over(self, clock: _Clock) -> bool:
+    def _is_over(self, clock: _TokenClock) -> bool:
         """Whether the session has no tokens left in the rounds up to this one."""
         size = self._maker.round_tokens
         return clock.first < 0 or self._maker.round < clock.first + (clock.used // size if size else 0)

@@ -60,7 +60,7 @@ class PlannedFile(msgspec.Struct, frozen=True):
     header: str
 
 
-class Plan(msgspec.Struct, frozen=True):
+class TransferPlan(msgspec.Struct, frozen=True):
     """All bytes of a version.
 
     Attributes:
@@ -75,7 +75,7 @@ class Plan(msgspec.Struct, frozen=True):
     files: list[PlannedFile]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a file: its dtype as safetensors names it, and its place in the data."""
 
     name: str
@@ -90,7 +90,7 @@ def in_file_order(names: Iterable[tuple[str, str]]) -> list[str]:
     return [name for name, _ in sorted(names, key=lambda one: (_DTYPES.index(one[1]), one[0].encode()))]
 
 
-def encode_header(entries: Iterable[Entry]) -> str:
+def encode_header(entries: Iterable[TensorEntry]) -> str:
     """Return the header of a file with these tensors, the same bytes as safetensors writes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, dtype, shape, begin, end in entries:
@@ -105,13 +105,14 @@ def header_bytes(header: str) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def entries_of(file: PlannedFile) -> list[Entry]:
+def entries_of(file: PlannedFile) -> list[TensorEntry]:
     """Return the tensors of a file in the order of their bytes. Raise ValueError unless they fill its data."""
     try:
         described = json.loads(file.header)
         described.pop("__metadata__", None)
         entries = [
-            Entry(name, one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in described.items()
+            TensorEntry(name, one["dtype"], tuple(one["shape"]), *one["data_offsets"])
+            for name, one in described.items()
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the header of {file.name} describes no tensors: {error!r}") from None
@@ -124,9 +125,9 @@ def entries_of(file: PlannedFile) -> list[Entry]:
     return entries
 
 
-def groups_of(entries: Sequence[Entry], *, most_bytes: int) -> Iterator[list[Entry]]:
+def groups_of(entries: Sequence[TensorEntry], *, most_bytes: int) -> Iterator[list[TensorEntry]]:
     """Yield neighbouring tensors that are sent together: at most `most_bytes`, or a single tensor."""
-    group: list[Entry] = []
+    group: list[TensorEntry] = []
     for entry in entries:
         if group and entry.end - group[0].begin > most_bytes:
             yield group

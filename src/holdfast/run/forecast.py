@@ -82,7 +82,7 @@ class Load(msgspec.Struct, frozen=True):
     distribution: dict[str, float] = {}
 
 
-class Refused(msgspec.Struct, tag=True):
+class NoForecast(msgspec.Struct, tag=True):
     """Why no step could be driven."""
 
     reason: str

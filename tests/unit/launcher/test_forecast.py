@@ -9,9 +9,9 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher import forecast
-from holdfast.launcher.forecast import Engine, forecast_alone, forecast_beside, tell_forecast
+from holdfast.launcher.forecast import PlannedEngine, forecast_alone, forecast_beside, tell_forecast
 from holdfast.launcher.launch import launch_training
-from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Refused, Step, depths, extended
+from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak, Step, depths, extended
 
 _ROW = Collectives({"all-gather": (4, 8 * GIB)})
 
@@ -33,10 +33,10 @@ def config(tmp_path: Path) -> SftConfig:
     })  # fmt: skip
 
 
-def _say(monkeypatch: pytest.MonkeyPatch, found: Forecast | Refused) -> list[TrainingCommand]:
+def _say(monkeypatch: pytest.MonkeyPatch, found: Forecast | NoForecast) -> list[TrainingCommand]:
     asked: list[TrainingCommand] = []
 
-    def driven(config: TrainingCommand, *_: object) -> Forecast | Refused:
+    def driven(config: TrainingCommand, *_: object) -> Forecast | NoForecast:
         asked.append(config)
         return found
 
@@ -93,16 +93,16 @@ def test_an_engine_beside(
     )
     _say(monkeypatch, _found(parameters=8))
     if not refusal:
-        assert tell_forecast(config, Load(), card * 1e9, engine=Engine(inference, shares)) is not None
+        assert tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares)) is not None
         return
     with pytest.raises(ConfigError, match=f"(?s){refusal}"):
-        tell_forecast(config, Load(), card * 1e9, engine=Engine(inference, shares))
+        tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares))
 
 
 def test_what_cannot_be_driven_is_named(
     config: SftConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _say(monkeypatch, Refused("trainer.critic"))
+    _say(monkeypatch, NoForecast("trainer.critic"))
     assert forecast_alone(config) == 0
     assert "cannot be driven without numbers: trainer.critic" in capsys.readouterr().out
     config.dry_run = False

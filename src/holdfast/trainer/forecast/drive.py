@@ -42,9 +42,9 @@ from holdfast.config.training import (
 from holdfast.errors import HoldfastError
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.protocol.rollouts import Sampling
-from holdfast.run.forecast import Collectives, Forecast, Load, Refused, Step, depths, extended
+from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Step, depths, extended
 from holdfast.trainer.data.packing import MicroBatch, Sample
-from holdfast.trainer.forecast.tracker import Tracker
+from holdfast.trainer.forecast.tracker import StepTracker
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model import attention
 from holdfast.trainer.model.build import (
@@ -294,7 +294,7 @@ def _rl(config: TrainerConfig, policy: Policy, mesh: Mesh, load: Load, measured:
     return _Work(rows, build().input_ids_BL.numel(), sum(map(len, epochs)), run, rows * len(epochs[0]))
 
 
-def _follow(policy: Policy, tracker: Tracker) -> None:
+def _follow(policy: Policy, tracker: StepTracker) -> None:
     """Have the tracker know which micro-batch is computed, and in which direction."""
     layers = decoder_layers(policy.hf_model)
 
@@ -319,7 +319,12 @@ def _follow(policy: Policy, tracker: Tracker) -> None:
 
 
 def drive(
-    config: TrainingCommand, policy: Policy, mesh: Mesh, tracker: Tracker, load: Load, measured: Sequence[Policy] = ()
+    config: TrainingCommand,
+    policy: Policy,
+    mesh: Mesh,
+    tracker: StepTracker,
+    load: Load,
+    measured: Sequence[Policy] = (),
 ) -> tuple[Step, _Work]:
     """Take one step; return what it needed.
 
@@ -364,7 +369,7 @@ def drive(
     return _step_of(tracker, policy, rows, work, published), work
 
 
-def _step_of(tracker: Tracker, policy: Policy, rows: int, work: _Work, published: int) -> Step:
+def _step_of(tracker: StepTracker, policy: Policy, rows: int, work: _Work, published: int) -> Step:
     by_row, once = dict[int, Collectives](), Collectives()
     for (phase, row), sent in tracker.collectives.items():
         if phase == "experience":  # of the driven rows
@@ -437,7 +442,7 @@ class Planner:
         config.model.compile = False  # which changes only the memory of activations
         if config.parallel.cpu_offload:
             raise _NotDriven("parallel.cpu_offload")
-        tracker, mkldnn, like = Tracker(), torch.backends.mkldnn.enabled, self._like
+        tracker, mkldnn, like = StepTracker(), torch.backends.mkldnn.enabled, self._like
         with ExitStack() as stack:
             name = stack.enter_context(_config_of(with_layers(self._config, count)))
             model = config.model.model_copy(update={"name": name})
@@ -517,16 +522,16 @@ def main(program: str, load: str, limit: str, prefix: str, path: str) -> None:
     """Write the forecast of the configuration on stdin to a file, and ways out if it exceeds `limit`."""
     config = program_config(program).model_validate_json(sys.stdin.buffer.read())
     given = msgspec.json.decode(load, type=Load)
-    found: Forecast | Refused
+    found: Forecast | NoForecast
     planner = Planner(config.model, is_gpu=config.parallel.device != "cpu")
     try:
         found = planner.forecast(config, given)
     except _NotDriven as error:
-        found = Refused(str(error))
+        found = NoForecast(str(error))
     except Exception as error:
         if isinstance(error, HoldfastError):
             raise
-        found = Refused(f"{planner.model} ({type(error).__name__}: {one_line(error)})")
+        found = NoForecast(f"{planner.model} ({type(error).__name__}: {one_line(error)})")
     if isinstance(found, Forecast) and int(limit) and found.peak[1].total > int(limit):
         found.ways = ways_out(planner, config, given, int(limit), prefix)
     Path(path).write_bytes(msgspec.json.encode(found))

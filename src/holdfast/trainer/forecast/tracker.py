@@ -39,7 +39,7 @@ def collective_of(operator: str) -> str | None:
     return next((kind for kind, parts in _NAMES.items() if any(part in name for part in parts)), None)
 
 
-class Tracker(TorchDispatchMode):
+class StepTracker(TorchDispatchMode):
     """Follows tensors and collectives while the block runs.
 
     Attributes:
@@ -84,7 +84,7 @@ class Tracker(TorchDispatchMode):
                     self._alive[key] = size, tag
 
     @contextmanager
-    def watching(self) -> Iterator[Tracker]:
+    def watching(self) -> Iterator[StepTracker]:
         """Track in the block, also storages that FSDP empties and fills again."""
         resize = torch.UntypedStorage.resize_
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from holdfast.config.rl_trainer import WeightsConfig
 from holdfast.errors import ConfigError
 from holdfast.protocol import transfer
-from holdfast.protocol.transfer import Entry, Offer, Plan, PlannedFile
+from holdfast.protocol.transfer import Offer, PlannedFile, TensorEntry, TransferPlan
 from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import WeightsFile, combined_digest
@@ -47,18 +47,18 @@ class _File:
     """One file of a version as it will be on the disk: its tensors in the order of their bytes."""
 
     name: str
-    entries: list[Entry]
+    entries: list[TensorEntry]
     tensors: list[Tensor]
 
     @classmethod
     def of(cls, name: str, tensors: dict[str, Tensor]) -> _File:
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         at = 0
         order = transfer.in_file_order((name, _NAMES[tensor.dtype]) for name, tensor in tensors.items())
         for tensor_name in order:
             tensor = tensors[tensor_name]
             end = at + tensor.numel() * tensor.element_size()
-            entries.append(Entry(tensor_name, _NAMES[tensor.dtype], tuple(tensor.shape), at, end))
+            entries.append(TensorEntry(tensor_name, _NAMES[tensor.dtype], tuple(tensor.shape), at, end))
             at = end
         return cls(name, entries, [tensors[tensor_name] for tensor_name in order])
 
@@ -125,7 +125,7 @@ class WeightOffers:
         files = [_File.of(name, dict(group)) for name, group in split_files(tensors)]
         digest = combined_digest(file.described() for file in files)
         planned = [PlannedFile(file.name, transfer.encode_header(file.entries)) for file in files]
-        plan = Plan(version, digest, self._device.type, _GROUP_BYTES, planned)
+        plan = TransferPlan(version, digest, self._device.type, _GROUP_BYTES, planned)
         self._sending = _Sending(plan, files, self._config, self._device)
         self._sent.append(self._sending)
         offer = Offer(version, digest, self._sending.address, self._config.stall_timeout_s)
@@ -143,7 +143,7 @@ class WeightOffers:
 class _Sending:
     """One offer: a store, and a thread that sends once, to the first members that join."""
 
-    def __init__(self, plan: Plan, files: list[_File], config: WeightsConfig, device: torch.device) -> None:
+    def __init__(self, plan: TransferPlan, files: list[_File], config: WeightsConfig, device: torch.device) -> None:
         self._version, self._files, self._device = plan.version, files, device
         self._stall = timedelta(seconds=config.stall_timeout_s)
         with _listen(config.host) as listener:

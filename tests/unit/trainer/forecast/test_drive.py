@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 from holdfast.config import SftConfig, TrainerConfig
 from holdfast.run.forecast import Load
 from holdfast.trainer.forecast.drive import _changes, with_layers
-from holdfast.trainer.forecast.tracker import Tracker, collective_of
+from holdfast.trainer.forecast.tracker import StepTracker, collective_of
 
 
 def test_a_model_has_its_first_layers() -> None:
@@ -42,7 +42,7 @@ def test_ways_out_begin_with_the_cheapest() -> None:
 
 
 def test_bytes_alive_have_a_purpose() -> None:
-    tracker = Tracker()
+    tracker = StepTracker()
     with tracker.watching():
         layer = nn.Linear(64, 512, bias=False)
         size = tracker.now

@@ -70,7 +70,7 @@ def test_the_header_is_the_one_that_safetensors_writes() -> None:
     entries, at, sizes = [], 0, {name: index for index, name in enumerate(named)}
     for name in transfer.in_file_order((name, kinds[dtype]) for name, dtype in named.items()):
         end = at + sizes[name] * named[name].itemsize
-        entries.append(transfer.Entry(name, kinds[named[name]], (sizes[name],), at, end))
+        entries.append(transfer.TensorEntry(name, kinds[named[name]], (sizes[name],), at, end))
         at = end
     header = transfer.encode_header(entries)
     assert content.startswith(transfer.header_bytes(header))
