@@ -470,6 +470,8 @@ def test_a_torn_model_never_samples_and_the_next_update_mends_it(client: Client,
 def test_a_sender_that_stands_still_is_given_up(client: Client, tmp_path: Path) -> None:
     client.push(client.models / "a")
     torn = _transfer(client, client.models / "b", tmp_path, cut=3, blow=signal.SIGSTOP)
-    assert torn.status_code == 503 and "no bytes came for 1 s" in torn.json()["error"]
+    # Our clock, or gloo's, whichever is first.
+    said = torn.json()["error"]
+    assert torn.status_code == 503 and ("no bytes came for 1 s" in said or "Timed out" in said)
     assert client.push(client.models / "b").status_code == 200
     _assert_logprobs(client.models / "b", client.generate())

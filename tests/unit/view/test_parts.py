@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.config import SftConfig
@@ -230,8 +231,10 @@ def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: Tracked
             fcntl.flock(lock, fcntl.LOCK_EX)  # as of a run that goes on, and is followed
             process = subprocess.Popen([*argv, "wandb"], env=environment)
             run.wait_for(process, "wandb", 2)
+            helpers = psutil.Process(process.pid).children(recursive=True)
             process.kill()
             process.wait()
+            psutil.wait_procs(helpers, timeout=HANG_S)  # W&B's, which holds the run until it has ended
         (left,) = temporary.iterdir()
         assert left.name.startswith(scratch_name())
         done = subprocess.run([*argv, "tensorboard", "wandb"], env=environment, timeout=HANG_S, check=False)
