@@ -86,7 +86,7 @@ def test_a_directory_that_another_removes_this_moment_is_not_taken(tmp_path: Pat
     place.mkdir()
     argv = "import fcntl, os, shutil, sys, time; from pathlib import Path\nplace = Path(sys.argv[1])\n" + (
         "lock = os.open(place / '.lock', os.O_RDWR | os.O_CREAT); fcntl.lockf(lock, fcntl.LOCK_EX)\n"
-        "print('held', flush=True); sys.stdin.readline(); shutil.rmtree(place)"
+        "print('held', flush=True); sys.stdin.readline(); shutil.rmtree(place.rename(place.with_name('gone')))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", argv, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
