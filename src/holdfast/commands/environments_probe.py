@@ -27,13 +27,13 @@ from holdfast.chat.messages import as_dict
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, text_of
-from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import PromptTooLong, result_of
 from holdfast.orchestrator.env.interface import Environment, HistoryRewritten, Session, Task, as_messages
 from holdfast.orchestrator.env.registry import load_environment
 from holdfast.orchestrator.env.tool_loop import ToolUse, tool_use_of
 from holdfast.orchestrator.episodes import (
     Problem,
+    TurnRequest,
     calling_of,
     play_session,
     prompt_ids_for,
@@ -43,7 +43,7 @@ from holdfast.orchestrator.episodes import (
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.state import TaskSeed
 from holdfast.protocol.inference import Completion
-from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, Sampling, TokenIds
+from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, TokenIds
 
 _START, _END = "<|im_start|>", "<|im_end|>"
 # ChatML, with tools and calls as Hermes and Qwen write them. It never drops earlier text.
@@ -212,19 +212,10 @@ class Scripted:
     def leave(self, sample_index: int) -> None:
         """Nothing waits for the end of a session."""
 
-    async def sample(
-        self,
-        token_ids: list[int],
-        *,
-        sample_index: int,
-        sampling: Sampling,
-        max_tokens: int,
-        seed: int,
-        affinity: Affinity,
-    ) -> Completion:
-        """Return the answer, cut to `max_tokens`."""
-        ids = self._ids[:max_tokens] or [0]
-        reason = "stop" if len(self._ids) <= max_tokens else "length"
+    async def sample(self, turn: TurnRequest) -> Completion:
+        """Return the answer, cut to as many tokens as are asked for."""
+        ids = self._ids[: turn.max_tokens] or [0]
+        reason = "stop" if len(self._ids) <= turn.max_tokens else "length"
         return Completion(TokenIds(ids), Logprobs([0.0] * len(ids)), reason, [])
 
 

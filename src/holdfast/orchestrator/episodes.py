@@ -47,6 +47,25 @@ _log = logging.getLogger("orchestrator")
 Outcome = list[Rollout] | Dropped
 
 
+@dataclass(frozen=True, eq=False)
+class TurnRequest:
+    """A turn of a session that is to be sampled, or a part of the turn.
+
+    Attributes:
+        token_ids: of the session so far.
+        sample_index: of the session in its group.
+        max_tokens: that the turn may have.
+        affinity: of the group, whose sessions begin with the same tokens.
+    """
+
+    token_ids: list[int]
+    sample_index: int
+    sampling: Sampling
+    max_tokens: int
+    seed: int
+    affinity: Affinity
+
+
 class TurnSampler(Protocol):
     """Samples the turns of sessions: a `Sampler`, or a link to one."""
 
@@ -54,21 +73,8 @@ class TurnSampler(Protocol):
         """Raise the failure of an engine or of the log, if there is one."""
         ...
 
-    async def sample(
-        self,
-        token_ids: list[int],
-        *,
-        sample_index: int,
-        sampling: Sampling,
-        max_tokens: int,
-        seed: int,
-        affinity: Affinity,
-    ) -> Completion:
-        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`.
-
-        Args:
-            sample_index: of the session in its group.
-        """
+    async def sample(self, turn: TurnRequest) -> Completion:
+        """Return one continuation of the token ids of `turn`."""
         ...
 
     def leave(self, sample_index: int) -> None:
@@ -234,12 +240,7 @@ def sample_turn_of(
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
         with pausing_clock():
             return await sampler.sample(
-                token_ids,
-                sample_index=sample_index,
-                sampling=sampling,
-                max_tokens=max_tokens,
-                seed=seed,
-                affinity=problem.affinity,
+                TurnRequest(token_ids, sample_index, sampling, max_tokens, seed, problem.affinity)
             )
 
     return sample_turn
@@ -365,33 +366,24 @@ class Sampler:
     def leave(self, sample_index: int) -> None:
         """Nothing waits for the end of a session."""
 
-    async def sample(
-        self,
-        token_ids: list[int],
-        *,
-        sampling: Sampling,
-        max_tokens: int,
-        seed: int,
-        affinity: Affinity,
-        sample_index: int = 0,
-    ) -> Completion:
-        """Return one continuation of `token_ids`, of at most `max_tokens`, from the distribution `sampling`."""
+    async def sample(self, turn: TurnRequest) -> Completion:
+        """Return one continuation of the token ids of `turn`."""
         if self._failure:
             await asyncio.sleep(0)  # an environment that asks in a loop must not block others
             self.check()
-        found = self._log.find(token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed)
+        found = self._log.find(turn.token_ids, sampling=turn.sampling, max_tokens=turn.max_tokens, seed=turn.seed)
         if found is not None:
             self.num_reused += 1
             return found
         loop = asyncio.get_running_loop()
-        key = (affinity, sampling, max_tokens, tuple(token_ids))
+        key = (turn.affinity, turn.sampling, turn.max_tokens, tuple(turn.token_ids))
         waiting = self._gathering.get(key)
         if waiting is None:
             waiting = self._gathering[key] = {}
             # At the end of this turn of the event loop.
             loop.call_soon(self._send, key)
-        waiting[seed] = loop.create_future()
-        return await waiting[seed]
+        waiting[turn.seed] = loop.create_future()
+        return await waiting[turn.seed]
 
     async def close(self) -> None:
         """Cancel the requests in flight, which write to the log, and close the log."""

@@ -15,14 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from holdfast.errors import ConfigError
 from holdfast.orchestrator.batch_maker import BatchMaker, Selection
-from holdfast.orchestrator.client.client import Affinity
-from holdfast.orchestrator.episodes import Outcome, Problem, Sampler
+from holdfast.orchestrator.episodes import Outcome, Problem, Sampler, TurnRequest
 from holdfast.orchestrator.generation_log import Answer, prompt_hash
 from holdfast.orchestrator.judge_client import guarded
 from holdfast.orchestrator.state import OpenGroup, OrchestratorState, RoundsState, TaskSeed, stable_seed
@@ -167,18 +166,10 @@ class _LiveGroup:
         if 0 <= sample_index < len(self._clocks):  # a worker sends it
             self._clocks[sample_index].has_ended = True
 
-    async def sample(
-        self,
-        token_ids: list[int],
-        *,
-        sample_index: int,
-        sampling: Sampling,
-        max_tokens: int,
-        seed: int,
-        affinity: Affinity,
-    ) -> Completion:
-        """Return one continuation of `token_ids`, part after part."""
-        if self._clocks[sample_index].has_ended:
+    async def sample(self, turn: TurnRequest) -> Completion:
+        """Return one continuation of the token ids of `turn`, part after part."""
+        clock = self._clocks[turn.sample_index]
+        if clock.has_ended:
             self._maker.sampler.stop(
                 ConfigError(
                     f"environment '{self.problem.name}' samples after run() has ended (in score(), or because it does "
@@ -186,21 +177,16 @@ class _LiveGroup:
                 )
             )
             self.check()
-        clock, parts, position = self._clocks[sample_index], list[Completion](), 0
+        parts, position, token_ids = list[Completion](), 0, turn.token_ids
         while True:
-            most = min(max_tokens - position, await self._granted(clock))
-            part = await self._part(
-                token_ids,
-                sampling=sampling,
-                max_tokens=most,
-                # A seed for each part: an engine starts its random numbers again with each request.
-                seed=stable_seed("part", seed, position) if position else seed,
-                affinity=affinity,
-            )
+            most = min(turn.max_tokens - position, await self._granted(clock))
+            # A seed for each part: an engine starts its random numbers again with each request.
+            seed = stable_seed("part", turn.seed, position) if position else turn.seed
+            part = await self._part(replace(turn, token_ids=token_ids, max_tokens=most, seed=seed))
             parts.append(part)
             clock.used += len(part.token_ids)
             position += len(part.token_ids)
-            if part.finish_reason != "length" or position >= max_tokens:
+            if part.finish_reason != "length" or position >= turn.max_tokens:
                 return _joined(parts)
             token_ids = [*token_ids, *part.token_ids]
 
@@ -220,17 +206,13 @@ class _LiveGroup:
         size = self._maker.round_tokens
         return clock.first < 0 or self._maker.round < clock.first + (clock.used // size if size else 0)
 
-    async def _part(
-        self, token_ids: list[int], *, sampling: Sampling, max_tokens: int, seed: int, affinity: Affinity
-    ) -> Completion:
-        key = (prompt_hash(token_ids), sampling, max_tokens, seed)
+    async def _part(self, asked: TurnRequest) -> Completion:
+        key = (prompt_hash(asked.token_ids), asked.sampling, asked.max_tokens, asked.seed)
         if (found := self.parts.get(key)) is None:
-            part = await self._maker.sampler.sample(
-                token_ids, sampling=sampling, max_tokens=max_tokens, seed=seed, affinity=affinity
-            )
+            part = await self._maker.sampler.sample(asked)
             spans = [VersionSpan(span.version, span.start, span.end) for span in part.versions]
             part = Completion(part.token_ids, part.logprobs, part.finish_reason, spans)
-            found = self.parts[key] = Answer(key[0], sampling, max_tokens, [seed], [part])
+            found = self.parts[key] = Answer(key[0], asked.sampling, asked.max_tokens, [asked.seed], [part])
         else:
             self._maker.num_reused += 1
         return found.completions[0]

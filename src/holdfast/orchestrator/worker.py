@@ -29,17 +29,16 @@ import msgspec
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, ProcessKilled
-from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import PromptTooLong, pausing_clock, watching_calls
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure, JudgeFailureReason, JudgeRequest
 from holdfast.orchestrator.env.registry import load_levels
 from holdfast.orchestrator.env.tool_loop import tool_use_of
-from holdfast.orchestrator.episodes import Problem, run_group
+from holdfast.orchestrator.episodes import Problem, TurnRequest, run_group
 from holdfast.orchestrator.state import TaskSeed
 from holdfast.orchestrator.tasks import FreezeTolerantLoop
 from holdfast.process.child import die_with_parent, run_reporting_errors, set_up_logging
 from holdfast.protocol.inference import ChatReply, Completion
-from holdfast.protocol.rollouts import Dropped, Rollout, Sampling, TokenIds, decode_packed, encode_packed
+from holdfast.protocol.rollouts import Dropped, Rollout, TokenIds, decode_packed, encode_packed
 
 FailureKind = Literal["config", "data", "environment", "memory", "killed"]
 
@@ -251,14 +250,12 @@ class Worker:
         finally:
             del self._groups[play.group]
 
-    async def sample(
-        self, group: int, sample_index: int, token_ids: list[int], *, max_tokens: int, seed: int
-    ) -> Completion:
-        """Return what the policy samples after `token_ids`."""
+    async def sample(self, group: int, turn: TurnRequest) -> Completion:
+        """Return what the policy samples for `turn`."""
         request = next(self._numbers)
         if not self._asked:
             asyncio.get_running_loop().call_soon(self._send_asked)
-        self._asked.append(Ask(group, sample_index, request, TokenIds(token_ids), max_tokens, seed))
+        self._asked.append(Ask(group, turn.sample_index, request, TokenIds(turn.token_ids), turn.max_tokens, turn.seed))
         waiting = self._waiting[request] = asyncio.get_running_loop().create_future()
         try:
             return await waiting
@@ -305,17 +302,8 @@ class _Asking:
     worker: Worker
     group: int
 
-    async def sample(
-        self,
-        token_ids: list[int],
-        *,
-        sample_index: int,
-        sampling: Sampling,
-        max_tokens: int,
-        seed: int,
-        affinity: Affinity,
-    ) -> Completion:
-        return await self.worker.sample(self.group, sample_index, token_ids, max_tokens=max_tokens, seed=seed)
+    async def sample(self, turn: TurnRequest) -> Completion:
+        return await self.worker.sample(self.group, turn)
 
     def leave(self, sample_index: int) -> None:
         self.worker.leave(self.group, sample_index)

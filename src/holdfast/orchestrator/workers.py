@@ -44,12 +44,12 @@ from holdfast.errors import (
     ProcessKilled,
     printable,
 )
-from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.env.guard import CallTimeout
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure
 from holdfast.orchestrator.episodes import (
     Outcome,
     Problem,
+    TurnRequest,
     TurnSampler,
     WorkerCrashed,
     context_of,
@@ -79,7 +79,7 @@ from holdfast.process.child import killed_by
 from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
 from holdfast.protocol.inference import Completion
-from holdfast.protocol.rollouts import Dropped, Sampling
+from holdfast.protocol.rollouts import Dropped
 
 _log = logging.getLogger("orchestrator")
 
@@ -249,13 +249,9 @@ class _Running:
                 pass
 
     async def _sample(self, ask: Ask, group: _PlayedGroup) -> None:
+        affinity = group.problem.affinity
         completion = await group.sampler.sample(
-            ask.token_ids.tolist(),
-            sample_index=ask.sample_index,
-            sampling=self._sampling,
-            max_tokens=ask.max_tokens,
-            seed=ask.seed,
-            affinity=group.problem.affinity,
+            TurnRequest(ask.token_ids.tolist(), ask.sample_index, self._sampling, ask.max_tokens, ask.seed, affinity)
         )
         self._send(Sampled(ask.request, completion))
 
@@ -531,33 +527,16 @@ class Remembering:
         """Note that the group is played from its beginning, perhaps once more."""
         self.asking.clear()
 
-    async def sample(
-        self,
-        token_ids: list[int],
-        *,
-        sample_index: int,
-        sampling: Sampling,
-        max_tokens: int,
-        seed: int,
-        affinity: Affinity,
-    ) -> Completion:
-        key = (seed, max_tokens, xxhash.xxh3_128_digest(array("q", token_ids).tobytes()))
+    async def sample(self, turn: TurnRequest) -> Completion:
+        key = (turn.seed, turn.max_tokens, xxhash.xxh3_128_digest(array("q", turn.token_ids).tobytes()))
         if key not in self._turns:
-            asked = self._sampler.sample(
-                token_ids,
-                sample_index=sample_index,
-                sampling=sampling,
-                max_tokens=max_tokens,
-                seed=seed,
-                affinity=affinity,
-            )
-            self._turns[key] = asyncio.create_task(asked)
-        self.asking.add(sample_index)
+            self._turns[key] = asyncio.create_task(self._sampler.sample(turn))
+        self.asking.add(turn.sample_index)
         self.changed.set()
         try:
             return await asyncio.shield(self._turns[key])
         finally:
-            self.asking.discard(sample_index)
+            self.asking.discard(turn.sample_index)
 
     def leave(self, sample_index: int) -> None:
         self._sampler.leave(sample_index)

@@ -16,10 +16,11 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.launcher.preflight import check_orchestrator
 from holdfast.orchestrator import workers
-from holdfast.orchestrator.episodes import Problem
+from holdfast.orchestrator.client.client import Affinity
+from holdfast.orchestrator.episodes import Problem, TurnRequest
 from holdfast.orchestrator.state import TaskSeed
 from holdfast.orchestrator.workers import WorkerDied, Workers
-from holdfast.protocol.rollouts import Batch
+from holdfast.protocol.rollouts import PLAIN_SAMPLING, Batch
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import make_config, played
 
@@ -195,15 +196,15 @@ def test_who_stops_waiting_for_the_end_of_a_worker_leaves_no_group_without_an_an
 def test_a_turn_with_another_limit_is_another_turn() -> None:
     asked: list[int] = []
 
-    async def sample(*_: object, max_tokens: int, **__: object) -> int:
-        asked.append(max_tokens)
-        return max_tokens
+    async def sample(turn: TurnRequest) -> int:
+        asked.append(turn.max_tokens)
+        return turn.max_tokens
 
     async def ask() -> list[object]:
         sampler: Any = SimpleNamespace(sample=sample)
         remembering: Any = workers.Remembering(sampler)
-        same = {"sample_index": 0, "sampling": None, "seed": 1, "affinity": None}
-        return [await remembering.sample([5], max_tokens=most, **same) for most in (3, 2, 3)]
+        turns = [TurnRequest([5], 0, PLAIN_SAMPLING, most, 1, Affinity()) for most in (3, 2, 3)]
+        return [await remembering.sample(turn) for turn in turns]
 
     assert asyncio.run(ask()) == [3, 2, 3] and asked == [3, 2]
 
