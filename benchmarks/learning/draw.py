@@ -41,8 +41,8 @@ def draw(panels: Mapping[str, Sequence[Run]], path: Path) -> None:
 
 
 def panels_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return what belongs side by side: tasks with GRPO, TRL beside it, controls, pairs, old weights, others."""
-    from benchmarks.learning.runs import CONTROLS, DPO, STALE, TRL
+    """Return what belongs side by side: tasks with GRPO; TRL and rounds beside it; controls, pairs and the rest."""
+    from benchmarks.learning.runs import CONTROLS, DPO, ROUNDS, STALE, TRL
 
     first = "sort_letters"
     panels: dict[str, list[Run]] = {}
@@ -50,11 +50,11 @@ def panels_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
         if run.variant == "grpo":
             panels.setdefault(run.task, []).append(run)
     on_first = [run for run in runs if run.task == first]
-    beside = [run for run in on_first if run.variant in ("grpo", TRL)]
-    if any(run.variant == TRL for run in beside):
-        panels["beside TRL"] = beside
+    for title, variants in {"beside TRL": (TRL,), "rounds": ROUNDS}.items():
+        if any(run.variant in variants for run in on_first):
+            panels[title] = [run for run in on_first if run.variant in ("grpo", *variants)]
     grouped = {"controls": CONTROLS, "dpo": (DPO,), "bfloat16, old weights": STALE}
-    apart = {"grpo", TRL}.union(*grouped.values())
+    apart = {"grpo", TRL, *ROUNDS}.union(*grouped.values())
     grouped["other algorithms"] = tuple({run.variant for run in on_first} - apart)
     panels |= {title: [run for run in on_first if run.variant in variants] for title, variants in grouped.items()}
     return {title: runs for title, runs in panels.items() if runs}

@@ -29,6 +29,8 @@ CONTROLS = ("permuted_rewards", "zero_advantages", "negated_advantages", "invert
 """The variants that must not learn."""
 STALE = ("bf16_stale_1", "bf16_stale_4", "bf16_stale_4_truncated", "bf16_stale_4_uncorrected")
 """The variants in bfloat16 whose batches are made by weights one or four steps old."""
+ROUNDS = ("rounds_2", "rounds_4")
+"""The variants in which new weights reach the engine in the middle of answers."""
 _SHARED = Path("configs/reverse_text/algorithms")
 OVERLAYS = {
     "grpo": None,
@@ -42,6 +44,7 @@ OVERLAYS = {
     "ppo": _SHARED / "ppo.toml",
     **{name: RECIPES / "controls" / f"{name}.toml" for name in CONTROLS},
     **{name: RECIPES / "staleness" / f"{name}.toml" for name in STALE},
+    **{name: RECIPES / "schedule" / f"{name}.toml" for name in ROUNDS},
 }
 """What is laid over the recipe of a task, by the variant's name; None: nothing, it is GRPO."""
 TRL = "trl"
