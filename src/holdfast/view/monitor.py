@@ -107,7 +107,7 @@ def _row(run: ObservedRun, now: float) -> list[str]:
 
 
 def document_of(run: ObservedRun) -> dict[str, Any]:
-    state, is_running = run.state, run.status == "running"
+    state, is_running, limit = run.state, run.status == "running", run.state.bottleneck
     checkpoints = asdict(run.checkpoints)
     return {
         "run": str(run.run_dir.path),
@@ -122,7 +122,7 @@ def document_of(run: ObservedRun) -> dict[str, Any]:
         "max_steps": state.max_steps,
         "left_s": state.left_s if is_running else None,
         "metrics": state.metrics,
-        "bottleneck": None if state.bottleneck is None else asdict(state.bottleneck),
+        "bottleneck": None if limit is None else {**asdict(limit), "advice": limit.advice},
         "phases": {phase.process: phase.name for phase in state.phases.values()},
         "checkpoint": checkpoints if is_running else {**checkpoints, "saving": None},
         "alerts": [asdict(alarm) for alarm in state.alarms[-_MAX_PRINTED:]],

@@ -38,6 +38,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+_ADVICE = {
+    "generation": "more engines, shorter answers, a larger async_level, or with it orchestrator.schedule = 'rounds'",
+    "training": "more trainer ranks, a larger async_level",
+    "weight update": "LoRA, weights.transport = 'collective'",
+    "evaluation": "a larger eval.interval",
+    "checkpoints": "ckpt.save_async, a larger ckpt.interval",
+}
+
+
 @dataclass(frozen=True)
 class Bottleneck:
     """The part of a run to look at to make it faster.
@@ -50,8 +59,15 @@ class Bottleneck:
     part: str
     why: str
 
+    @property
+    def advice(self) -> str:
+        """What helps, in words; empty if nothing limits the run."""
+        return _ADVICE.get(self.part, "")
+
     def __str__(self) -> str:
-        return f"no bottleneck ({self.why})" if self.part == "none" else f"bottleneck: {self.part} ({self.why})"
+        if self.part == "none":
+            return f"no bottleneck ({self.why})"
+        return f"bottleneck: {self.part} ({self.why}); what helps: {self.advice}"
 
 
 def find_bottleneck(steps: Iterable[Mapping[str, float | None]]) -> Bottleneck | None:
