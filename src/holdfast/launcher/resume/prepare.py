@@ -95,10 +95,7 @@ def prepare(
     if again:
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
-    if (run_dir.path / "config" / "evaluate.toml").exists():
-        raise RunDirError(f"{run_dir.path} holds an evaluation: choose another directory with --output-dir.")
-    if ckpt.dir is None and not run_dir.path.exists() and ckpt.resume_step != "auto":
-        resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the lock makes the directory
+    _refuse_directory(run_dir, ckpt)
     if not (dry_run or again or is_locked):  # then this process holds the lock
         run_dir.lock()
         if orchestrator is not None:
@@ -111,16 +108,7 @@ def prepare(
             _remove_rest(run_dir)
     async_level = trainer.async_level if isinstance(trainer, TrainerConfig) else 0
     sections = (trainer, orchestrator, inference)
-    store, whole = None if dry_run else ckpt.dir, None
-    if again and store is not None:
-        # A run that has all it needs here continues without its store.
-        whole = _newest_if_whole(run_dir, ckpt.verify)
-        store = store if whole is None and run_dir.entries() else None
-    if ckpt.dir is not None and dry_run:
-        from holdfast.remote.object_store import ObjectStore
-
-        ObjectStore(ckpt.dir)
-        print(f"a dry run does not look for checkpoints at {ckpt.dir}")
+    store, whole = _store_of(run_dir, ckpt, dry_run=dry_run, again=again)
     if not clean and ckpt.resume_step is None and _goes_on(run_dir, trainer, _sections(*sections)):
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     attempt = _decide(run_dir, ckpt, clean=clean, store=store, whole=whole, async_level=async_level, again=again)
@@ -144,6 +132,29 @@ def prepare(
 
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
     return attempt
+
+
+def _refuse_directory(run_dir: RunDir, ckpt: CkptConfig) -> None:
+    """Refuse a directory of an evaluation, and a step to resume from in a directory that does not exist."""
+    if (run_dir.path / "config" / "evaluate.toml").exists():
+        raise RunDirError(f"{run_dir.path} holds an evaluation: choose another directory with --output-dir.")
+    if ckpt.dir is None and not run_dir.path.exists() and ckpt.resume_step != "auto":
+        resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the lock makes the directory
+
+
+def _store_of(run_dir: RunDir, ckpt: CkptConfig, *, dry_run: bool, again: bool) -> tuple[str | None, int | None]:
+    """Return the store that the attempt needs, and the newest step that is whole here if no store is needed for it."""
+    if ckpt.dir is not None and dry_run:
+        from holdfast.remote.object_store import ObjectStore
+
+        ObjectStore(ckpt.dir)
+        print(f"a dry run does not look for checkpoints at {ckpt.dir}")
+        return None, None
+    if ckpt.dir is None or not again:
+        return ckpt.dir, None
+    # A run that has all it needs here continues without its store.
+    whole = _newest_if_whole(run_dir, ckpt.verify)
+    return (ckpt.dir if whole is None and run_dir.entries() else None), whole
 
 
 def _to_go_on(trainer: TrainingCommand) -> str:
