@@ -214,6 +214,7 @@ def _train_on_data(
         run(
             command, "@", _EXAMPLE / f"{variant}.toml", "--model.name", start, "--data.name", data, "--seed", seed,
             "--max-steps", steps, "--eval.environments", sections, "--eval.interval", told["eval"]["interval"],
+            "--ckpt.interval", told["eval"]["interval"],
             "--eval.num-tasks", told["eval"]["num_tasks"], "--eval.seq-len", told["orchestrator"]["seq_len"],
             "--eval.sampling.max-tokens", told["orchestrator"]["sampling"]["max_tokens"],
             "--output-dir", folder / "run",
