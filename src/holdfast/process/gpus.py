@@ -88,7 +88,7 @@ def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
             named = [Gpu(name)]  # nobody here knows better
         if not named:
             raise ConfigError(
-                f"{VISIBLE_DEVICES_ENV} = {wanted} names '{name}', which is none of the {len(gpus)} GPUs here"
+                f"{VISIBLE_DEVICES_ENV} = {wanted} names '{name}', which is not one of the {len(gpus)} GPUs here"
             )
         if named[0] in found:
             raise ConfigError(f"{VISIBLE_DEVICES_ENV} = {wanted} names a GPU twice")

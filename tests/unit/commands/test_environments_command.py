@@ -254,7 +254,7 @@ def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: 
     words = ("check", "faults:Asking", "--num-tasks", "4", "--model.name", thinking)
     code, out, _ = environments(*words)
     # Of each task the session with thoughts.
-    assert code == 0 and "template  OK     writes earlier turns anew: 4 sessions split into branches" in out
+    assert code == 0 and "template  OK     rewrites earlier turns: 4 sessions split into branches" in out
     code, out, _ = environments(*words, "--history", "keep")
     assert code == 0 and "template  OK     writes all that was said" in out
     code, checks = checked(environments, "AskingInText", "--model.name", thinking)
