@@ -303,7 +303,9 @@ class _Rendering:
         unread = find_unread(self._messages, lambda key: key in source)
         found = [f"messages have `{key}`, which the chat template does not read" for key in unread]
         unknown = sorted({message["role"] for message in self._messages} - _ROLES)
-        found += [f"messages have the role `{role}`, which is not one of {', '.join(sorted(_ROLES))}" for role in unknown]
+        found += [
+            f"messages have the role `{role}`, which is not one of {', '.join(sorted(_ROLES))}" for role in unknown
+        ]
         roles = roles_left_out(self._messages, self.text)
         found += [f"the chat template leaves out what messages of role `{role}` say" for role in roles]
         trained = self._trained(mask)

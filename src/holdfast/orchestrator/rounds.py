@@ -182,7 +182,7 @@ class _LiveGroup:
             self._maker.sampler.stop(
                 ConfigError(
                     f"environment '{self.problem.name}' samples after run() has ended (in score(), or because it does "
-                    "not repeat itself), which schedule = 'rounds' does not support: set orchestrator.schedule = 'strict'"
+                    "not repeat itself), which 'rounds' does not support: set orchestrator.schedule = 'strict'"
                 )
             )
             self.check()
