@@ -340,7 +340,7 @@ class FailureDetector:
         self.ended_by_group = ""
 
     def end_the_silent(self, say: Callable[[str], None]) -> None:
-        """Kill the processes without heartbeats or progress, and say so."""
+        """Kill the processes without heartbeats or progress, and log it."""
         for child in self._supervisor.children:
             monitor = self._monitors[child.name]
             # First: it reads the heartbeats, which `stuck` needs.
