@@ -51,7 +51,7 @@ _MOST_SHOWN = 80
 
 
 def text_of(value: object) -> str:
-    """Return `str(value)`, or that there is none: classes of others may raise in it."""
+    """Return `str(value)`, or the name of its error: classes of others may raise in it."""
     try:
         return str(value)
     except Exception as error:  # noqa: BLE001 - whatever it is
@@ -59,7 +59,7 @@ def text_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)` cut, or that there is none: classes of others may raise in it."""
+    """Return `repr(value)` cut, or the name of its error: classes of others may raise in it."""
     try:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - also of an int of thousands of digits

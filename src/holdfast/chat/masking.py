@@ -121,7 +121,7 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
     if not turns:
         roles = ", ".join(dict.fromkeys(f"`{message['role']}`" for message in messages)) or "none"
         raise DataError(
-            f"there is no assistant message to train on: the roles are {roles}. Name that of the answers `assistant`."
+            f"there is no assistant message to train on: the roles are {roles}. Give answers the role `assistant`."
         )
     messages = tokenizer.forms(chat.tools).adapt(messages[: turns[-1] + 1])
     rendering = _Rendering(chat, messages, tokenizer, template)
@@ -303,7 +303,9 @@ class _Rendering:
         unread = find_unread(self._messages, lambda key: key in source)
         found = [f"messages have `{key}`, which the chat template does not read" for key in unread]
         unknown = sorted({message["role"] for message in self._messages} - _ROLES)
-        found += [f"messages have the role `{role}`, which is none of {', '.join(sorted(_ROLES))}" for role in unknown]
+        found += [
+            f"messages have the role `{role}`, which is not one of {', '.join(sorted(_ROLES))}" for role in unknown
+        ]
         roles = roles_left_out(self._messages, self.text)
         found += [f"the chat template leaves out what messages of role `{role}` say" for role in roles]
         trained = self._trained(mask)

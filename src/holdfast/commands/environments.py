@@ -15,19 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.arguments import Subcommands, add_json, natural, positive
-from holdfast.errors import ConfigError, RunDirError
+from holdfast.errors import ConfigError, RunDirError, nearest
 from holdfast.process.imports import is_checkout
 
 if TYPE_CHECKING:
+    from holdfast.config.environments import EnvironmentConfig
     from holdfast.view.tables import Report
 
-_EPILOG = "ID is a built-in environment, `verifiers:ID`, or `module:Class`."
+_EPILOG = (
+    "ID is a built-in environment, `verifiers:ID`, or `module:Class`. `check ID @ run.toml ...` takes settings, model, "
+    "length and seed from the files and flags of `rl`; ID is then the name or id of one of its environments."
+)
+_OF_A_RUN = ("--args", "--seed", "--seq-len", "--history", "--model.name")
 
 
 def main(argv: list[str]) -> int:
     """Run one subcommand; return 0, or 1 where `check` has found something. Raise HoldfastError for a mistake in the
     command, or an environment that cannot be loaded."""
-    arguments = parse(argv)
+    at = argv.index("@") if argv[:1] == ["check"] and "@" in argv else len(argv)
+    arguments = parse(argv[:at])
     if arguments.command == "init":
         create(arguments.name, Path.cwd()).print(as_json=False)
         return 0
@@ -35,7 +41,12 @@ def main(argv: list[str]) -> int:
     from holdfast.config.environments import EnvironmentConfig
 
     given = {name: getattr(arguments, name) for name in ("id", "args", "history")}
-    settings = read_section(EnvironmentConfig, given)
+    if at < len(argv):
+        if own := [word for word in argv[:at] if word.partition("=")[0] in _OF_A_RUN]:
+            raise ConfigError(f"{own[0]} and `@`: the settings of the run have that. Leave one of them out.")
+        settings = _take_from_run(arguments, argv[at:])
+    else:
+        settings = read_section(EnvironmentConfig, given)
     from holdfast.commands.environments_check import check
 
     report = check(
@@ -43,6 +54,25 @@ def main(argv: list[str]) -> int:
     )
     report.print(as_json=arguments.json)
     return report.exit_code
+
+
+def _take_from_run(arguments: argparse.Namespace, words: list[str]) -> EnvironmentConfig:
+    """Return the environment `id` of a run with the settings `words`; put model, length and seed into `arguments`."""
+    from holdfast.config import RlConfig
+    from holdfast.config.load import parse_command_line
+    from holdfast.config.rl import hand_down_shared
+
+    run = hand_down_shared(parse_command_line(RlConfig, words)).orchestrator
+    for section in run.environments:
+        if arguments.id in (section.label, section.id):
+            arguments.model, arguments.seed = run.model.tokenizer_name or None, run.seed
+            arguments.seq_len = run.rollouts_of(section).seq_len
+            return section
+    labels = [section.label for section in run.environments]
+    raise ConfigError(
+        f"'{arguments.id}' is not an environment of the run.{nearest(arguments.id, labels)} Allowed: "
+        f"{', '.join(labels) or 'none, as orchestrator.environments is empty'}."
+    )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

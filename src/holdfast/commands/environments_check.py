@@ -161,7 +161,7 @@ def _report(
         "scores": f"of {len(first.scores)} tasks: the same every time, finite, one for each session",
     }
     if first.num_split:
-        notes["template"] = f"writes earlier turns anew: {first.num_split} sessions split into branches"
+        notes["template"] = f"rewrites earlier turns: {first.num_split} sessions split into branches"
     if first.is_plain:
         notes["prompts"] = "well formed; whether they fit is not known without a model's template"
     states = {name: "FAILED" if problems[name] else "OK" for name in CHECKS}

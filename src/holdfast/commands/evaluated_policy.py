@@ -294,7 +294,7 @@ def _said(first: EvaluatedRollout, second: EvaluatedRollout) -> list[str]:
 
 
 def interval_of(estimate: Estimate) -> str:
-    """Return an interval for people; `-` where there is none."""
+    """Return an interval for people; `-` for a number without an interval."""
     if estimate.low is None or estimate.high is None:
         return "-"
     return f"[{number(estimate.low)}, {number(estimate.high)}]"

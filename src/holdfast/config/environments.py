@@ -301,7 +301,7 @@ class EnvironmentConfig(Section):
 
     @property
     def deadline_s(self) -> float | None:
-        """`timeout_s`, None where there is none."""
+        """`timeout_s`, None for `inf`."""
         return self.timeout_s if math.isfinite(self.timeout_s) else None
 
     @field_validator("name")

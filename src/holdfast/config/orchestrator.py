@@ -293,7 +293,7 @@ class OrchestratorConfig(Command):
         if found := [section.label for section in self.environments if section.id.startswith("verifiers:")]:
             raise ValueError(
                 f"environment '{found[0]}' of verifiers plays in a process whose episodes may wait for one another, "
-                "which schedule = 'rounds' has no place for: take the strict schedule"
+                "which schedule = 'rounds' does not support: take the strict schedule"
             )
         if self.dynamic_sampling is not None:
             raise ValueError(

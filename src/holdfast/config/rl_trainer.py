@@ -394,7 +394,7 @@ def _check_environments(trainer: TrainerConfig, orchestrator: OrchestratorConfig
     for name in trainer.environments:
         if name not in labels:
             raise ConfigError(
-                f"trainer.environments names '{name}', which is none of the mix.{nearest(name, labels)} "
+                f"trainer.environments names '{name}', which is not an environment of the run.{nearest(name, labels)} "
                 f"There are: {', '.join(labels)}"
             )
 

@@ -194,7 +194,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     """Split HOST, HOST:PORT or [IPv6]:PORT.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is another text.
     """
     try:
         parts = urlsplit(f"//{endpoint}")

@@ -149,7 +149,7 @@ class Incoming:
 
 
 def _check_plan(plan: TransferPlan, architecture: Architecture, where: str) -> None:
-    """Raise DataError if a model does not have these tensors; ValueError if the plan is none."""
+    """Raise DataError if a model does not have these tensors; ValueError if the plan has errors."""
     tensors: dict[str, torch.Tensor] = {}
     for entry in (entry for file in plan.files for entry in transfer.entries_of(file)):
         if entry.name in tensors or entry.dtype not in _DTYPES:

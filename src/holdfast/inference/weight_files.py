@@ -223,13 +223,13 @@ def require_regular(directory: Path, *, most_bytes: int) -> None:
     with os.scandir(directory) as entries:
         for number, entry in enumerate(entries, start=1):
             if number > _MOST_FILES:
-                raise DataError(f"{directory} holds more than {_MOST_FILES} files: it is no directory of weights")
+                raise DataError(f"{directory} holds more than {_MOST_FILES} files: it is not a directory of weights")
             if not entry.name.endswith((".safetensors", ".json")):
                 continue
             status = entry.stat()
             if not stat.S_ISREG(status.st_mode):
                 kind = _KINDS.get(stat.S_IFMT(status.st_mode), "device")
-                raise DataError(f"{entry.path} is no regular file, but a {kind}")
+                raise DataError(f"{entry.path} is a {kind}, not a regular file")
             if entry.name.endswith(".safetensors"):
                 total += status.st_size
             elif status.st_size > _SETTINGS_BYTES:
@@ -376,7 +376,7 @@ def _adapted(
         raise DataError(f"{directory} adapts nothing: {ADAPTER_NAME} holds no factors")
     known = {name for pair in matrices.values() for name in pair}
     if surplus := sorted(factors.keys() - known):
-        raise DataError(f"{directory}: tensor '{surplus[0]}' is no factor of an adapter")
+        raise DataError(f"{directory}: tensor '{surplus[0]}' is not a factor of an adapter")
     adapted = {}
     for matrix, names in matrices.items():
         if missing := [name for name in names if name not in factors]:

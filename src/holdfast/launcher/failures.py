@@ -304,7 +304,8 @@ def exit_report(
         if not step:
             return [], fields
         if exit_code < 128:  # a stopped run has printed it
-            lines.append("no checkpoint was saved: with --ckpt.interval N a stopped run can continue")
+            remedy = "with --ckpt.interval N a stopped run can continue"
+            lines.append(f"no checkpoint was saved: {'train from the first step again' if config.ckpt else remedy}")
         return lines, fields
     last = run_dir.checkpoint(steps[-1])
     resume = "--ckpt.resume-step latest"
@@ -339,7 +340,7 @@ class FailureDetector:
         self.ended_by_group = ""
 
     def end_the_silent(self, say: Callable[[str], None]) -> None:
-        """Kill the processes without heartbeats or progress, and say so."""
+        """Kill the processes without heartbeats or progress, and log it."""
         for child in self._supervisor.children:
             monitor = self._monitors[child.name]
             # First: it reads the heartbeats, which `stuck` needs.

@@ -153,13 +153,13 @@ def tell_forecast(
         told = f"it fits GPUs of {', '.join(fits)} GB" if fits else f"it fits no GPU of {CARDS_GB[-1]} GB"
         print(f"  with {_RESERVED} {told}; which GPU it will be is not known")
         return found
-    _check_trainer(found, card, limit, shared)
+    _check_trainer(found, card, limit, shared, offload=f"--{prefix}parallel.cpu-offload")
     if engine is not None:
         _check_engine(found, card, engine)
     return found
 
 
-def _check_trainer(found: Forecast, card: float, limit: int, shared: float) -> None:
+def _check_trainer(found: Forecast, card: float, limit: int, shared: float, *, offload: str) -> None:
     peak, has = found.peak[1], card / GIB
     beside = f" and {shared / GIB:.1f} GiB for the engine" if shared else ""
     sums = f"{_RESERVED}{beside}, of {has:.1f} GiB"
@@ -168,7 +168,7 @@ def _check_trainer(found: Forecast, card: float, limit: int, shared: float) -> N
         return
     ways = [f"{flags}: {needed / GIB:.1f} GiB" for flags, needed in found.ways.items()]
     tried = "Ways out, the cheapest first:" if ways else "None of the changes that were tried makes it fit."
-    out = "\n         ".join([tried, *ways])
+    out = "\n         ".join([tried, *ways, f"Not calculated: {offload}, with parameters and optimizer on the host."])
     raise ConfigError(
         f"the step does not fit the GPU: it needs {peak.total / GIB:.1f} GiB on each rank beside {sums}. The first "
         f"that does not fit: {tag} ({peak.parts[tag] / GIB:.2f} GiB). {out}"

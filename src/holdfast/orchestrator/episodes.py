@@ -43,7 +43,7 @@ from holdfast.protocol.rollouts import Dropped, DropReason, Rollout, Sampling, V
 
 _log = logging.getLogger("orchestrator")
 
-# The result of one problem: its group of scored rollouts, or why there is none.
+# The result of one problem: its group of scored rollouts, or the reason of its failure.
 Outcome = list[Rollout] | Dropped
 
 

@@ -141,7 +141,7 @@ class GenerationLog:
         if not payloads:
             return 0
         if payloads[0] != self._encoder.encode(self.header):
-            _log.warning("%s has no header, or one of other weights or settings: its batch is sampled anew", self.path)
+            _log.warning("%s has no header, or one of other weights or settings: its batch is sampled again", self.path)
             return 0
         problems = [problem for payload in payloads[1:] if (problem := self._index(payload)) is not None]
         if problems:

@@ -173,7 +173,7 @@ class _LiveGroup:
             self._maker.sampler.stop(
                 ConfigError(
                     f"environment '{self.problem.name}' samples after run() has ended (in score(), or because it does "
-                    "not repeat itself), for which rounds have no place: set orchestrator.schedule = 'strict'"
+                    "not repeat itself), which 'rounds' does not support: set orchestrator.schedule = 'strict'"
                 )
             )
             self.check()
@@ -324,7 +324,7 @@ class RoundsMaker(BatchMaker):
         await self._settle()
 
     def _problem_of(self, entry: OpenGroup) -> Problem:
-        """Return the problem of an open group. Raises ConfigError if the settings have no place for it any more."""
+        """Return the problem of an open group. Raises ConfigError if the settings no longer fit it."""
         name, size = entry.environment, len(entry.first_rounds)
         settings = self._settings.get(name)
         num_levels = len(settings.curriculum.levels) if settings and settings.curriculum else 1

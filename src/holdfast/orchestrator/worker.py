@@ -74,7 +74,7 @@ class Sampled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, tag=True):
-    """The result of request `request` to a judge: its reply, or why there is none."""
+    """The result of request `request` to a judge: its reply, or the reason of its failure."""
 
     request: int
     reply: ChatReply | None = None

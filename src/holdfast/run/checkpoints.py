@@ -189,7 +189,7 @@ def newest_intact(
     what: str = "checkpoint",
     passing: tuple[type[Exception], ...] = (),
 ) -> tuple[int | None, list[str]]:
-    """Return the newest step that `check` finds no damage in, None if there is none; and what the others lack.
+    """Return the newest step that `check` finds no damage in, or None; and what the others lack.
 
     Args:
         steps: in any order.

@@ -212,7 +212,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of `directory`. Raise CheckpointError if there is none, or its checksum is wrong; ReadError
+    """Return the manifest of `directory`. Raise CheckpointError if it is missing, or its checksum is wrong; ReadError
     if it cannot be read."""
     path = directory / MANIFEST_NAME
     try:

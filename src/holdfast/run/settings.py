@@ -35,7 +35,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         return settings
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are such
         way_out = "Bring it back from a copy."
-        if path.parent.parent.name == "configs":  # a checkpoint without its settings is none
+        if path.parent.parent.name == "configs":  # a checkpoint without its settings cannot be resumed
             way_out += (
                 " A run continues without it if it is removed, with --ckpt.resume-step auto and the settings of the "
                 "command."

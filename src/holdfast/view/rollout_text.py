@@ -52,7 +52,9 @@ def _batches_of(run_dir: RunDir, text: str) -> Iterator[Path]:
         yield Path(text)
         return
     else:
-        raise ConfigError(f"'{text}' is no STEP: a number, a span such as 3-7, `latest`, `all`, or a batch's directory")
+        raise ConfigError(
+            f"'{text}' is not a STEP: a number, a span such as 3-7, `latest`, `all`, or a batch's directory"
+        )
     for step in wanted:
         if step not in there:
             steps = f"it has {', '.join(map(str, there))}" if there else "it has none"

@@ -254,7 +254,7 @@ def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: 
     words = ("check", "faults:Asking", "--num-tasks", "4", "--model.name", thinking)
     code, out, _ = environments(*words)
     # Of each task the session with thoughts.
-    assert code == 0 and "template  OK     writes earlier turns anew: 4 sessions split into branches" in out
+    assert code == 0 and "template  OK     rewrites earlier turns: 4 sessions split into branches" in out
     code, out, _ = environments(*words, "--history", "keep")
     assert code == 0 and "template  OK     writes all that was said" in out
     code, checks = checked(environments, "AskingInText", "--model.name", thinking)
@@ -269,6 +269,17 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
     assert checked(environments, "Tooled")[0] == 0
     code, out, _ = environments("check", "faults:Long", "--model.name", BASE, "--num-tasks", "6")
     assert code == 1 and "prompts   FAILED" in out and "prompts: and 2 more" in out
+    Path("run.toml").write_text(
+        f"model.name = '{BASE}'\n[orchestrator]\n"
+        "environments = [{id = 'faults:Sound'}, {id = 'faults:Tooled', name = 'tooled'}, {id = 'faults:Long'}]\n"
+    )
+    code, out, _ = environments("check", "tooled", "--num-tasks", "4", "@", "run.toml")
+    assert code == 1 and "template  FAILED" in out, "the model of the run"
+    code, out, _ = environments("check", "faults:Long", "@", "run.toml", "--orchestrator.seq-len", "2048")
+    assert code == 0 and " of 2048 tokens" in out, "the length of the run"
+    for words, message in ((["tooled", "--seed", "1"], "--seed and `@`"), (["toled"], "Did you mean 'tooled'")):
+        code, _, err = environments("check", *words, "@", "run.toml")
+        assert code == 2 and message in err
 
 
 @pytest.mark.parametrize(

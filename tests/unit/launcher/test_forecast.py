@@ -61,7 +61,8 @@ def test_a_step_that_fits(
 
 def test_a_step_that_does_not_fit(config: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     _say(monkeypatch, _found(parameters=12, moments=12, logits=2))
-    with pytest.raises(ConfigError, match=r"(?s)first that does not fit: moments \(12.00 GiB\).*--model.lora: 9.0 GiB"):
+    told = r"(?s)first that does not fit: moments \(12.00 GiB\).*--model.lora: 9.0 GiB.*calculated: --parallel.cpu-off"
+    with pytest.raises(ConfigError, match=told):
         forecast_alone(config)
 
 

@@ -194,7 +194,7 @@ def test_what_has_no_place_in_rounds_is_refused(tmp_path: Path) -> None:
             OrchestratorConfig.model_validate({"environments": [{"id": "a"}], **ROUNDS, **changes})
     with pytest.raises(ConfigError, match="Set it to 2 or more"):
         _in_rounds(tmp_path / "behind", FakeEngine(), async_level=1)
-    with pytest.raises(ConfigError, match="samples after run\\(\\) has ended .*, for which rounds have no place"):
+    with pytest.raises(ConfigError, match="samples after run\\(\\) has ended .*, which 'rounds' does not support"):
         _in_rounds(tmp_path, FakeEngine(), environments=[{"id": f"{__name__}:AsksInScore"}])
 
 

@@ -55,7 +55,7 @@ def test_what_the_environment_leaves_keeps_the_names_that_it_has_there() -> None
     assert names("MIG-5e1c,0") == ["MIG-5e1c", "0"]  # an instance of one that is split, which is not looked up
     assert visible([Gpu("0"), Gpu("1")], "GPU-1b,1") == (Gpu("GPU-1b"), Gpu("1"))  # a machine that tells no uuids
     for wanted in ("4", "0,GPU-7", "0,,1"):
-        with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES = {wanted} names '.*', which is none of the 4"):
+        with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES = {wanted} names '.*', which is not one of the 4"):
             names(wanted)
     for wanted in ("1,1", "1,GPU-1a"):
         with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES = {wanted} names a GPU twice"):

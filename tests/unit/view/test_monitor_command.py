@@ -193,7 +193,9 @@ def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
         return exit_report(Attempt(run_dir, 1, None), config, step=step, exit_code=exit_code)[0]
 
     assert lines(0, 2) == [], "a mistake in what was given is one message"
-    assert lines(5, 143) == [] and len(lines(5, 0)) == 1 and "--ckpt.interval" in lines(5, 0)[0]
+    assert lines(5, 143) == [] and lines(5, 4) == ["no checkpoint was saved: train from the first step again"]
+    config.ckpt = None
+    assert len(lines(5, 0)) == 1 and "--ckpt.interval" in lines(5, 0)[0]
     assert lines(5, 3)[0] == "ended at step 5 of 20, by an error"
     write_checkpoint(run_dir, 5)
     (line,) = lines(5, 143)

@@ -320,7 +320,7 @@ def _checkpoints(ckpt: CkptConfig | None, slurm: SlurmConfig, *, clean: bool) ->
     """Return how the job saves; refuse a job that would start from scratch each time, or end before it trains."""
     if ckpt is None:
         raise ConfigError(
-            "--slurm needs checkpoints: a job that is queued again would start afresh. Set --ckpt.interval"
+            "--slurm needs checkpoints: a job that is queued again would start from scratch. Set --ckpt.interval"
         )
     if ckpt.resume_step not in (None, "auto"):
         raise ConfigError(

@@ -213,7 +213,7 @@ def decode(data: bytes, kind: type[_T], *, url: str) -> _T:
         return msgspec.json.decode(data, type=kind, dec_hook=decode_packed)
     except (ValueError, RecursionError) as error:  # msgspec and broken text raise ValueErrors
         raise InferenceError(
-            f"{url} gave an answer that is no {kind.__name__}: {error}. Is it holdfast's inference server?"
+            f"{url} gave an answer that is not a {kind.__name__}: {error}. Is it holdfast's inference server?"
         ) from None
 
 

@@ -229,7 +229,7 @@ def _read_task(line: str, prompt: str, answer: str, fields: Sequence[str] | None
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where} is not JSON: {error.msg} at character {error.pos + 1}. Each line must be one whole object: mend "
-            "the line, or write the file anew."
+            "the line, or write the file again."
         ) from None
     if not isinstance(row, dict):
         raise DataError(f"{where} is {type(row).__name__}, expected an object with '{prompt}' and '{answer}'")

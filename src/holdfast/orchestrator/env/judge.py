@@ -92,7 +92,7 @@ class Judge:
         for name in self.fields:
             if fields is not None and name not in fields:
                 raise ConfigError(
-                    f"judge: its prompt has {{{name}}}, which is no field.{nearest(name, fields)} "
+                    f"judge: its prompt has {{{name}}}, which is not a field.{nearest(name, fields)} "
                     f"Fields: {', '.join(fields)}."
                 )
         if config.api_key_env is not None and read_key(config.api_key_env) is None:

@@ -127,7 +127,7 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
     is_marked = "$" in answer or "\\boxed" in answer
     right = parse(answer if is_marked else f"${answer}$") or parse(answer)
     if all(isinstance(one, str) for one in right):  # math_verify returns text that it cannot parse as it is
-        return {"error": f"the right answer {answer[:80]!r} is no mathematics"}
+        return {"error": f"the right answer {answer[:80]!r} is not a formula or number"}
     return {"equal": bool(verify(right, parse(completion)))}
 
 

@@ -191,7 +191,7 @@ def _text_of_result(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"it returned {shown(value)}, which is no JSON ({error})") from None
+        raise TypeError(f"it returned {shown(value)}, which is not JSON ({error})") from None
 
 
 @contextmanager

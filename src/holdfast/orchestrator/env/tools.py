@@ -271,7 +271,7 @@ def parse_qwen3_coder(text: str) -> list[ToolCall]:
         last = body.rfind(_PARAMETER_END) + len(_PARAMETER_END) if _PARAMETER_END in body else 0
         arguments = {name: _without_line_breaks(value) for name, value in _PARAMETER.findall(body[:last])}
         rest = (_PARAMETER.sub("", body[:last]) + body[last:]).strip()
-        error = f"this is no <parameter=name>value</parameter>: {rest[:80]}" if rest else ""
+        error = f"this is not <parameter=name>value</parameter>: {rest[:80]}" if rest else ""
         calls.append(ToolCall(found[1].strip(), arguments, error, has_texts=True))
     return calls
 

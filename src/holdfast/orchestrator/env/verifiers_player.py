@@ -67,7 +67,7 @@ class Player:  # untested: needs verifiers
             raise Refusal("it has no tasks")
 
     async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return the reward of one rollout, or why there is none."""
+        """Return the reward of one rollout, or the reason of its failure."""
         vf = self._vf
         os.environ[_KEY_ENV] = asked["api_key"]  # the one key of the process that asks
         client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=_KEY_ENV)

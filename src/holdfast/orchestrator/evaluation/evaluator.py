@@ -343,7 +343,7 @@ class PolicyEvaluation:
         try:
             claim_directory(directory, self.tasks.identity(policy))
         except (ConfigError, DataError) as error:
-            _log.warning("evaluated anew: %s", error)
+            _log.warning("evaluated again: %s", error)
             atomic.remove_directory(directory)
 
 

@@ -225,7 +225,7 @@ def read_tasks(path: Path, *, samples_per_task: int) -> tuple[Tasks, list[str]]:
         if key in tasks or not is_next:
             raise DataError(
                 f"{path}, line {number}: sample {rollout.sample} of task {rollout.task} of '{rollout.environment}' is "
-                "not what follows there. Restore the file, or begin anew with --clean."
+                "not what follows there. Restore the file, or start again with --clean."
             )
         group.append(rollout)
         if rollout.dropped or len(group) == samples_per_task:

@@ -433,5 +433,5 @@ def _require_same_tasks(
         if all(prompts) and prompts[0] != prompts[1]:
             raise ConfigError(
                 f"--compare: task {key[1]} of '{key[0]}' has another prompt in {places[0]} than in {places[1]}: the "
-                "environment, its data or the tokenizer changed in between. Evaluate both anew."
+                "environment, its data or the tokenizer changed in between. Evaluate both again."
             )

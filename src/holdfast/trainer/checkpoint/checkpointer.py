@@ -373,7 +373,7 @@ class Checkpointer:
             raise CheckpointError(f"every checkpoint is damaged: {'; '.join(damaged)}")
         if step == "auto":
             return None
-        raise CheckpointError(f"there is no checkpoint in {self.directory}; `auto` starts afresh then")
+        raise CheckpointError(f"there is no checkpoint in {self.directory}; use `auto` to start from scratch")
 
 
 def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step: int = 0) -> None:

@@ -54,7 +54,7 @@ _ALLOWED = {
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index of tensors")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of an index of tensors")
         return super().find_class(module, name)
 
 

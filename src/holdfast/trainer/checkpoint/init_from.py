@@ -249,7 +249,7 @@ def load_weights_only(
         if there != here:
             _log.info("%s: weights are cast from %s to %s", path, there, here)
     source.fill({name: tensors[own] for own, name in names.items()})
-    _log.info("took the weights of %s, %d tensors; optimizer and counters start afresh", path, len(names))
+    _log.info("took the weights of %s, %d tensors; optimizer and counters start at 0", path, len(names))
 
 
 def _verify(path: Path, kind: Kind, how: Verification) -> None:

@@ -224,7 +224,7 @@ class ObjectsState:
         if foreign:
             shown = f"{foreign[0]!r}" if isinstance(foreign[0], str) else f"a {type(foreign[0]).__name__}"
             raise CheckpointError(
-                f"'{name}' ({type(optimizer).__name__}) keeps state under {shown}, which is none of its parameters: "
+                f"'{name}' ({type(optimizer).__name__}) keeps state under {shown}, which is not one of its parameters: "
                 "a checkpoint holds state of parameters only"
             )
         groups = [

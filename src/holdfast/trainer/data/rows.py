@@ -283,7 +283,7 @@ def _read_json(path: Path, name: str) -> Rows:
     try:
         return ListRows(json.loads(content[begin:]))
     except ValueError as error:
-        raise DataError(f"data.name = '{name}' is no JSON array: {error}") from None
+        raise DataError(f"data.name = '{name}' is not a JSON array: {error}") from None
 
 
 def _read_table(path: Path, name: str, split: str) -> datasets.Dataset:

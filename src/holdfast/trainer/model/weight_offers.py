@@ -199,7 +199,7 @@ class _Sending:
         for file in self._files:
             for part in file.groups():
                 group.broadcast([part.to(self._device)], dist.BroadcastOptions()).wait()
-        # They have all bytes once they say so: until then the connections stay.
+        # Until the engines say that they have all bytes, the connections stay.
         self._store.wait([transfer.received_key(rank) for rank in range(1, num_members)], self._stall)
 
 

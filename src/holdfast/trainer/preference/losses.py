@@ -56,7 +56,7 @@ def preference_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLo
     reasoning preference optimization").
     """
     name = PREFERENCE_LOSSES[config.type].function
-    assert name is not None, "answers of kto are no pairs"
+    assert name is not None, "kto trains on single answers, not pairs"
     scored: PairLosses = globals()[name](pairs, config)
     if not config.rpo_alpha:
         return scored

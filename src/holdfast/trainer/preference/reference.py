@@ -195,7 +195,7 @@ class ReferenceWork(Generic[P]):
             if kept is not None and kept.made_by == table.made_by:
                 table, source = kept, f"that of {self._path} is the same"
             else:
-                source = "its numbers are computed anew"
+                source = "its numbers are computed again"
             if self.mesh.is_main:
                 report(f"WARNING: {told}: {source}")
         _refuse_other_pairs(self._saved, table, fingerprint)
@@ -209,7 +209,7 @@ class ReferenceWork(Generic[P]):
             try:
                 kept = ReferenceTable.read(self._path)
             except (OSError, CheckpointError) as error:
-                report(f"WARNING: {error}: its numbers are computed anew")
+                report(f"WARNING: {error}: its numbers are computed again")
         return self.mesh.gather(kept)[0]
 
     @property

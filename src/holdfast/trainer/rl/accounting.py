@@ -172,7 +172,7 @@ def _listed(numbers: Sequence[int], most: int = 8) -> str:
 
 
 def check_provenance(run_dir: RunDir, batch: Batch) -> bool:
-    """Return whether `batch` was sampled by the published weights of its versions; say so where it was not.
+    """Return whether `batch` was sampled by the published weights of its versions; print a warning if not.
 
     A trainer that resumes from a checkpoint makes the versions after it again, and trains on batches that the versions
     before the restart sampled. If a machine repeats its bits, these are the same weights. If not, the batch is as stale

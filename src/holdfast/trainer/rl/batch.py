@@ -173,7 +173,7 @@ def plan_epochs(
             # Sorted keys, not Generator.shuffle, whose stream numpy may change between versions.
             keys = np.random.SeedSequence(seed, spawn_key=(step, epoch)).generate_state(len(samples), np.uint64)
             order = np.argsort(keys, kind="stable")
-        # Fewer samples than minibatches leave some empty: an update of nothing is none.
+        # Fewer samples than minibatches leave some minibatches empty: they are left out.
         parts = [part for part in np.array_split(order, config.minibatches) if len(part)]
         epochs.append([_plan([samples[index] for index in part], row_tokens, layout, mesh) for part in parts])
     return epochs

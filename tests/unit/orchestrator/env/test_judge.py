@@ -119,7 +119,7 @@ def test_a_missing_key_and_an_unknown_field_are_told_at_the_start(
     monkeypatch.setenv("JUDGE_KEY", "k")
     config = JudgeConfig(url=URL, model="m", prompt="{complet}", api_key_env="JUDGE_KEY")
     with pytest.raises(
-        ConfigError, match=r"has \{complet\}, which is no field. Did you mean 'completion'\? Fields: com"
+        ConfigError, match=r"has \{complet\}, which is not a field. Did you mean 'completion'\? Fields: com"
     ):
         Judge(config, fields=["completion"])
 

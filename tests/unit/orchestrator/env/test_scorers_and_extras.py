@@ -78,7 +78,7 @@ def test_mathematics_counts_by_its_value(questions: Path) -> None:
     assert scores(environment, marked, "1234", "34") == [
         Score(1.0, {"math_verify": 1.0}), Score(0.0, {"math_verify": 0.0})
     ]  # fmt: skip
-    with pytest.raises(EnvironmentFailure, match="the right answer '!' is no mathematics"):
+    with pytest.raises(EnvironmentFailure, match="the right answer '!' is not a formula or number"):
         scores(environment, Task(prompt="", answer="!"), "1")
 
 

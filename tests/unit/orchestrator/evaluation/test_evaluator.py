@@ -470,7 +470,7 @@ def test_what_is_there_of_other_weights_is_evaluated_anew(tmp_path: Path, caplog
         (directory / "evaluation.json").write_text('{"format": 1, "policy": "another"}')
         (directory / "rollouts.jsonl").write_text("nothing of this policy\n")
         run(config)
-    assert "evaluated anew" in caplog.text
+    assert "evaluated again" in caplog.text
     assert summary_in(directory).metrics()[NAME] == metrics_of(run_dir)[4][NAME]
 
 

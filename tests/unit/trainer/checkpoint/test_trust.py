@@ -77,7 +77,7 @@ def test_an_index_can_name_nothing_but_parts_of_an_index(name: str, read: Read, 
     (tmp_path / "index").mkdir()
     for content in calls(name, f"touch {mark}"):
         (tmp_path / "index/.metadata").write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it names .* no part of an index"):
+        with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it names .* not part of an index"):
             read(tmp_path / "index")
     assert not mark.exists()
 

@@ -470,7 +470,7 @@ def test_roles_no_template_knows_count(tokenizer: Tokenizer, tmp_path: Path, cap
     chat = [USER, HELLO, {"role": "human", "content": "ab"}, {"role": "gpt", "content": "ba"}, USER, HELLO]
     load(write(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": [USER, HELLO]}] * 3), tokenizer)
     for role in ("human", "gpt"):
-        assert f"messages have the role `{role}`, which is none of assistant, developer, system" in caplog.text
+        assert f"messages have the role `{role}`, which is not one of assistant, developer, system" in caplog.text
     assert caplog.text.count("(3 rows)") >= 2
     caplog.clear()
     turns = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
@@ -505,7 +505,7 @@ def test_rows_with_an_empty_answer_are_counted(
     ("name", "content", "said"),
     [
         ("a.json", '[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
-        ("a.json", '[{"text": "a"}, ', "is no JSON array: "),
+        ("a.json", '[{"text": "a"}, ', "is not a JSON array: "),
     ],
 )
 def test_files_of_something_else_than_objects_are_refused(

@@ -129,10 +129,10 @@ def test_only_regular_files_are_opened(tmp_path: Path, name: str) -> None:
     """Whoever opens a pipe waits until somebody writes into it; `/dev/zero` has no end."""
     _shards(tmp_path)
     os.mkfifo(tmp_path / name)
-    _refused(tmp_path, f"{name} is no regular file, but a pipe")
+    _refused(tmp_path, f"{name} is a pipe, not a regular file")
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    _refused(tmp_path, f"{name} is no regular file, but a device")
+    _refused(tmp_path, f"{name} is a device, not a regular file")
 
 
 def test_files_larger_than_the_weights_can_be_are_not_read(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_factors_that_do_not_fit_the_model_are_refused_by_name(publish: Publish)
         ({FACTOR: torch.ones(())}, "have the shapes"),
         ({FACTOR: torch.ones(3, 32, dtype=torch.int32)}, "not a float"),
         ({FACTOR: torch.full((3, 32), torch.inf)}, "holds NaN or infinity"),
-        ({"extra": torch.ones(1)}, "'extra' is no factor"),
+        ({"extra": torch.ones(1)}, "'extra' is not a factor"),
         (BOTH, "'nowhere.weight', which it adapts, is not part of the model"),
         (dict.fromkeys(whole), "adapts nothing"),
     ):

@@ -127,7 +127,7 @@ def test_a_damaged_reference_is_remade(programs: Programs, tmp_path: Path, caplo
     run_dir = RunDir(output)
     table, own = run_dir.checkpoint(HALF) / "trainer" / REFERENCE_NAME, output / REFERENCE_NAME
     table.write_bytes(table.read_bytes()[:-9])
-    for fault, word in (("damaged", "is the same"), ("damaged", "are computed anew"), ("missing", "is the same")):
+    for fault, word in (("damaged", "is the same"), ("damaged", "are computed again"), ("missing", "is the same")):
         if fault == "missing":
             table.unlink()
         again = train("dpo", output, settings, until=STEPS, resume=HALF)
