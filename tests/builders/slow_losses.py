@@ -160,15 +160,11 @@ def as_input(sequences: Sequences, *, dtype: torch.dtype = torch.float64) -> Pol
 
     shares = [1 / len(sequences) / len(sequence) for sequence in sequences for _ in sequence]
     return policy_input(
-        tensor("new").requires_grad_(),
-        old_logprobs_N=tensor("old"),
-        sampler_logprobs_N=tensor("sampler"),
-        advantages_N=tensor("advantage"),
-        weights_N=torch.tensor(shares, dtype=dtype),
+        tensor("new").requires_grad_(), old_logprobs_N=tensor("old"), sampler_logprobs_N=tensor("sampler"),
+        advantages_N=tensor("advantage"), weights_N=torch.tensor(shares, dtype=dtype),
         sequence_N=torch.tensor([index for index, sequence in enumerate(sequences) for _ in sequence]),
-        step_sequences=len(sequences),
-        step_tokens=len(tokens),
-    )
+        step_sequences=len(sequences), step_tokens=len(tokens),
+    )  # fmt: skip
 
 
 def configured(name: str, **settings: Any) -> PolicyLossConfig:

@@ -52,30 +52,22 @@ class Step:
         mask_BT = self.mask_BT.long()
         return {
             "prompt_ids": torch.full((len(mask_BT), 1), 5),
-            "prompt_mask": torch.ones(len(mask_BT), 1, dtype=torch.long),
-            "completion_ids": torch.full_like(mask_BT, 7),
-            "completion_mask": mask_BT,
-            "advantages": self.advantages_B,
-            "old_per_token_logps": self.sampler_BT,
-            "ref_per_token_logps": self.reference_BT,
-            "num_items_in_batch": mask_BT.sum(),
-        }
+            "prompt_mask": torch.ones(len(mask_BT), 1, dtype=torch.long), "completion_ids": torch.full_like(mask_BT, 7),
+            "completion_mask": mask_BT, "advantages": self.advantages_B, "old_per_token_logps": self.sampler_BT,
+            "ref_per_token_logps": self.reference_BT, "num_items_in_batch": mask_BT.sum(),
+        }  # fmt: skip
 
     def for_ours(self) -> PolicyLossInput:
         """Return the input of our losses; the log-probabilities are those that `new_BT` holds."""
         lengths_B = self.mask_BT.sum(1)
         sequence_N = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
         return policy_input(
-            self.tokens_of(self.new_BT),
-            old_logprobs_N=self.tokens_of(self.old_BT),
-            sampler_logprobs_N=self.tokens_of(self.sampler_BT),
-            advantages_N=self.advantages_B[sequence_N],
-            weights_N=1 / (len(lengths_B) * lengths_B[sequence_N]).double(),
-            sequence_N=sequence_N,
-            step_sequences=len(lengths_B),
-            step_tokens=int(lengths_B.sum()),
+            self.tokens_of(self.new_BT), old_logprobs_N=self.tokens_of(self.old_BT),
+            sampler_logprobs_N=self.tokens_of(self.sampler_BT), advantages_N=self.advantages_B[sequence_N],
+            weights_N=1 / (len(lengths_B) * lengths_B[sequence_N]).double(), sequence_N=sequence_N,
+            step_sequences=len(lengths_B), step_tokens=int(lengths_B.sum()),
             reference_logprobs_N=self.tokens_of(self.reference_BT),
-        )
+        )  # fmt: skip
 
 
 def random_step(seed: int, *, spread: float = 0.4) -> Step:
@@ -165,13 +157,9 @@ def test_corrections_are_trls(name: str, mode: str, trl_trainers: ModuleType, mo
     low = {"vllm_importance_sampling_clip_min": 0.7} if kind == "mask" else {}
     our_low = {"low": 0.7} if kind == "mask" else {}
     trainer = trl_trainers.grpo_trainer(
-        model,
-        tmp_path,
-        loss_type=name,
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_max=1.5,
+        model, tmp_path, loss_type=name, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=1.5,
         **low,
-    )
+    )  # fmt: skip
     trainer.epsilon_high = 1.5 if name == "cispo" else 0.2
     trainer.use_vllm = True  # set late: the constructor would want a server
     settings: dict[str, Any] = {"clip_high": 0.5} if name == "cispo" else {}

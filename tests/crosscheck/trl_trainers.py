@@ -30,16 +30,9 @@ _PREFERENCE = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "
 def plain_settings(output: Path, **settings: Any) -> dict[str, Any]:
     """Return training arguments for one process on the CPU, which reports and saves nothing."""
     return {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "dataloader_pin_memory": False,
-        **settings,
-    }
+        "output_dir": str(output), "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
+        "gradient_checkpointing": False, "save_strategy": "no", "dataloader_pin_memory": False, **settings,
+    }  # fmt: skip
 
 
 def causal_model(directory: Path) -> PreTrainedModel:
@@ -76,12 +69,9 @@ class GivenRloo(GivenRollouts, RLOOTrainer):
 
 def _rl_trainer(kind: Any, config: Any, model: Path, output: Path, settings: dict[str, Any]) -> Any:
     trainer = kind(
-        model=causal_model(model),
-        reward_funcs=lambda **_: [],
-        args=config(**plain_settings(output, **settings)),
-        train_dataset=Dataset.from_list([{"prompt": "a"}]),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
+        model=causal_model(model), reward_funcs=lambda **_: [], args=config(**plain_settings(output, **settings)),
+        train_dataset=Dataset.from_list([{"prompt": "a"}]), processing_class=AutoTokenizer.from_pretrained(model),
+    )  # fmt: skip
     trainer.reward_weights = trainer.reward_weights.double()
     trainer.current_gradient_accumulation_steps = 1  # which `transformers.Trainer.train` sets
     trainer.model.train()

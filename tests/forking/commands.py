@@ -25,31 +25,14 @@ RUN_TIMEOUT_S = HANG_S
 Until = Literal["trained", "prepared"]
 
 _IMPORTED = (
-    "datasets",
-    "datasets.packaged_modules.json.json",
-    "httpx",
-    "pandas",
-    "psutil",
-    "rich.console",
-    "rich.table",
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-    "torch.distributed.launcher.api",
-    "holdfast.commands.evaluate_follow",
-    "holdfast.orchestrator.evaluation.main",
-    "holdfast.orchestrator.main",
-    "holdfast.trainer.programs.dpo",
-    "holdfast.trainer.launch",
-    "holdfast.trainer.programs.reward_model",
-    "holdfast.trainer.programs.rl",
-    "holdfast.trainer.programs.sft",
-    "transformers.models.qwen3.modeling_qwen3",
-    "holdfast.launcher.launch",
-    "holdfast.launcher.resume.remote",
-    "uvicorn",
-    STUB_ENGINE,
-    "tests.unit.trainer.programs.in_process",
-)
+    "datasets", "datasets.packaged_modules.json.json", "httpx", "pandas", "psutil", "rich.console", "rich.table",
+    "torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.launcher.api", "holdfast.commands.evaluate_follow", "holdfast.orchestrator.evaluation.main",
+    "holdfast.orchestrator.main", "holdfast.trainer.programs.dpo", "holdfast.trainer.launch",
+    "holdfast.trainer.programs.reward_model", "holdfast.trainer.programs.rl", "holdfast.trainer.programs.sft",
+    "transformers.models.qwen3.modeling_qwen3", "holdfast.launcher.launch", "holdfast.launcher.resume.remote",
+    "uvicorn", STUB_ENGINE, "tests.unit.trainer.programs.in_process",
+)  # fmt: skip
 
 
 @dataclass

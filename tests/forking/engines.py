@@ -25,15 +25,11 @@ READY_TIMEOUT_S = HANG_S
 _POLL_S = 0.02
 
 _IMPORTED = (
-    "holdfast.inference.server",
-    "transformers.models.qwen3.modeling_qwen3",
-    "vllm.entrypoints.openai.chat_completion.serving",
-    "vllm.entrypoints.openai.completion.serving",
-    "vllm.model_executor.models.qwen3",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.uniproc_executor",
+    "holdfast.inference.server", "transformers.models.qwen3.modeling_qwen3",
+    "vllm.entrypoints.openai.chat_completion.serving", "vllm.entrypoints.openai.completion.serving",
+    "vllm.model_executor.models.qwen3", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
-)
+)  # fmt: skip
 
 
 class ServerHandle:
@@ -118,12 +114,9 @@ class Engines:
         require("engine")
         arguments = _write_arguments(config, log_path, owner)
         fork = self._server.fork(
-            "tests.forking.engines:be_server",
-            log_path,
-            environment={**os.environ, **(env or {})},
-            arguments=arguments,
+            "tests.forking.engines:be_server", log_path, environment={**os.environ, **(env or {})}, arguments=arguments,
             sabotage=sabotage,
-        )
+        )  # fmt: skip
         return ServerHandle(f"http://127.0.0.1:{config.server.port}", fork)
 
     def close(self) -> None:

@@ -33,12 +33,9 @@ def starts(place: Place) -> None:
 
 
 VARIANTS: dict[str, list[object]] = {
-    "packed": ["--no-model.activation-checkpointing"],
-    "unpacked": ["--no-data.pack"],
-    "recomputed": ["--model.activation-checkpointing"],
-    "compiled": ["--model.compile"],
-    "lora": [],
-}
+    "packed": ["--no-model.activation-checkpointing"], "unpacked": ["--no-data.pack"],
+    "recomputed": ["--model.activation-checkpointing"], "compiled": ["--model.compile"], "lora": [],
+}  # fmt: skip
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 

@@ -21,19 +21,10 @@ from holdfast.trainer.rl.batch import plan_shared_prompts
 
 VOCABULARY = 97
 _BASE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 _WITHOUT = {"falcon": ("head_dim",)}  # they compute it
@@ -147,22 +138,16 @@ def trainer_outcome(
         (plan,) = plan_shared_prompts(samples, row_tokens=budget, layout=policy.layout, num_ranks=1)
     else:
         (plan,) = plan_rows(
-            [len(sample.token_ids) for sample in samples],
-            arrangement=arrangement,
-            budget=budget,
-            rows_per_micro_batch=3,
-            world_size=1,
-        )
+            [len(sample.token_ids) for sample in samples], arrangement=arrangement, budget=budget,
+            rows_per_micro_batch=3, world_size=1,
+        )  # fmt: skip
     for indices in plan:
         device = next(policy.parameters()).device
         micro = build_micro_batch(samples, indices, pack=arrangement == "packed", share=share, device=device)
         logprobs_N, *_ = policy(
-            micro.input_ids_BL,
-            micro.position_ids_BL,
-            micro.predict_index_N,
-            micro.target_ids_N,
+            micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
             packed_index=micro.packed_index,
-        )
+        )  # fmt: skip
         loss = -logprobs_N.sum() / total
         loss.backward()
         loss_sum += float(loss.detach())

@@ -115,14 +115,11 @@ class Scenarios:
             step = loading.load(2)
         total = sum(tensor.numel() * tensor.element_size() for tensor in whole(objects).values())
         return {
-            "step": step,
-            "is_equal": same(copied(ObjectsState(other).tensors()), saved),
-            "is_random_equal": torch.equal(torch.random.get_rng_state(), numbers),
-            "progress": other["progress"],
-            "moved_on": not same(copied(ObjectsState(objects).tensors()), saved),
-            "staged_share": staged / total,
+            "step": step, "is_equal": same(copied(ObjectsState(other).tensors()), saved),
+            "is_random_equal": torch.equal(torch.random.get_rng_state(), numbers), "progress": other["progress"],
+            "moved_on": not same(copied(ObjectsState(objects).tensors()), saved), "staged_share": staged / total,
             "largest_file_share": max(p.stat().st_size for p in (place / "step_2/trainer").glob("*.distcp")) / total,
-        }
+        }  # fmt: skip
 
     def one_rank_fails(self) -> dict[str, Any]:
         """EIO while rank 1 writes its shard."""

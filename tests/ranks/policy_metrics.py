@@ -100,14 +100,9 @@ def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Te
         for name in (ADVANTAGE, AGE, SAMPLER_LOGPROB):
             sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
     ((minibatch,),) = plan_epochs(
-        samples,
-        UpdatesConfig(),
-        row_tokens=30 if shares else 14,
-        mesh=mesh,
-        seed=0,
-        step=1,
+        samples, UpdatesConfig(), row_tokens=30 if shares else 14, mesh=mesh, seed=0, step=1,
         layout=replace(PACKED, shares=shares),
-    )
+    )  # fmt: skip
     assert minibatch.shares == shares
     config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
     loss = with_distillation_term(build_policy_loss(config), config, 2.0)

@@ -65,16 +65,9 @@ def _arithmetic() -> str:
 def _computed(dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
+        vocab_size=128, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, attn_implementation="sdpa",
+    )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     found: list[Tensor] = []

@@ -21,13 +21,9 @@ class RayNodes:
 
     def __init__(self, *cores: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.runs.ray_clusters", *map(str, cores)],
-            cwd=ROOT,
-            env={**os.environ, **WITH_STUB_ENGINE},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            [sys.executable, "-m", "tests.runs.ray_clusters", *map(str, cores)], cwd=ROOT,
+            env={**os.environ, **WITH_STUB_ENGINE}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         self.address = self._answer()
 
     def __enter__(self) -> Self:

@@ -202,12 +202,9 @@ def _in_mlflow(run: TrackedDirectory, metric: str) -> Steps:
 
 def _of_trackio(run: TrackedDirectory, program: str, *argv: str) -> Any:
     done = subprocess.run(
-        [sys.executable, "-c", program, *argv],
-        env={**os.environ, **run.environment},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program, *argv], env={**os.environ, **run.environment}, capture_output=True, text=True,
         check=True,
-    )
+    )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
 

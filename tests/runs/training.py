@@ -106,13 +106,9 @@ class LiveRun:
     def __init__(self, command: list[str], output: Path, *, fault: str = "") -> None:
         self.run_dir = RunDir(output)
         self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env=os.environ | at_start(fault),
-        )
+        )  # fmt: skip
         self.output = ""
         self.descendants: list[int] = []
 

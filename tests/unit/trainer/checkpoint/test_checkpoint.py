@@ -297,12 +297,9 @@ def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
     remove = atomic.remove_directory
     monkeypatch.setattr(atomic, "remove_directory", lambda path: (happened.append(f"- {path.name}"), remove(path)))
     checkpointer = Checkpointer(
-        tmp_path,
-        {"counter": {"step": 0}},
-        save_async=False,
-        retention=Retention(keep=1),
+        tmp_path, {"counter": {"step": 0}}, save_async=False, retention=Retention(keep=1),
         storage=NotifyingStorage(lambda path: happened.append(f"+ {path.name}")),
-    )
+    )  # fmt: skip
     with checkpointer:
         for step in (1, 2):
             checkpointer.save(step)

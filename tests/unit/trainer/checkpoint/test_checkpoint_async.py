@@ -427,12 +427,9 @@ def test_what_fails_after_the_commit_does_not_undo_it(
     if what == "removing":
         monkeypatch.setattr(atomic, "remove_directory", fails)
     checkpointer = Checkpointer(
-        run_dir.checkpoints,
-        make_state(),
-        save_async=save_async,
-        retention=Retention(keep=1),
+        run_dir.checkpoints, make_state(), save_async=save_async, retention=Retention(keep=1),
         storage=NotifyingStorage(tell),
-    )
+    )  # fmt: skip
     committed: list[int] = []
     for step in (0, 1):
         checkpointer.save(step)

@@ -37,15 +37,10 @@ from holdfast.trainer.model.tensor_names import SafetensorsWriter
 from tests.builders.checkpoint_files import write_checkpoint
 
 NAMES = [
-    "os system",
-    "builtins eval",
-    "pathlib os.system",
-    "torch load",
-    "torch Size.__class__",
-    "torch.serialization os.system",
-    "torch.distributed.checkpoint.metadata os.system",
+    "os system", "builtins eval", "pathlib os.system", "torch load", "torch Size.__class__",
+    "torch.serialization os.system", "torch.distributed.checkpoint.metadata os.system",
     "torch.distributed.checkpoint.filesystem FileSystem.rm_file",
-]
+]  # fmt: skip
 
 Read = Callable[[Path], object]
 

@@ -53,12 +53,9 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
     hidden, head, bias, targets = inputs()
     used = bias if with_bias else None
     logprobs, entropy, _ = token_logprobs(
-        hidden,
-        plain_head(head, bias_V=used, softcap=softcap),
-        targets,
-        Reading(Sampling(temperature), entropy=True, entropy_gradient=entropy_gradient),
-        chunk_tokens=chunk_tokens,
-    )
+        hidden, plain_head(head, bias_V=used, softcap=softcap), targets,
+        Reading(Sampling(temperature), entropy=True, entropy_gradient=entropy_gradient), chunk_tokens=chunk_tokens,
+    )  # fmt: skip
     expected, expected_entropy = by_hand(hidden, head, targets, used, temperature, softcap)
     assert logprobs.dtype == torch.float32 and entropy is not None and entropy.requires_grad == entropy_gradient
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
@@ -103,13 +100,9 @@ def test_divergence_from_a_teacher_is_that_of_whole_vocabularies(chunk_tokens: i
     taught = torch.randn(N, H + 3, generator=generator, dtype=torch.float64)  # a wider model
     taught_weight = torch.randn(V, H + 3, generator=generator, dtype=torch.float64, requires_grad=True)
     found = token_logprobs(
-        hidden,
-        plain_head(weight, bias_V=bias, softcap=5.0),
-        targets,
-        Reading(Sampling(temperature)),
-        chunk_tokens=chunk_tokens,
-        teacher=Readout(taught, plain_head(taught_weight)),
-    )
+        hidden, plain_head(weight, bias_V=bias, softcap=5.0), targets, Reading(Sampling(temperature)),
+        chunk_tokens=chunk_tokens, teacher=Readout(taught, plain_head(taught_weight)),
+    )  # fmt: skip
     logits = 5.0 * torch.tanh((hidden @ weight.T + bias) / 5.0)
     expected = kl_by_hand(logits, (taught @ taught_weight.T).detach(), temperature)
     assert found.teacher_kl_N is not None and expected.min() > 0.1

@@ -128,12 +128,9 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Mod
 
 
 HEADS = {
-    "tied": ("qwen3", {}),
-    "untied": ("qwen3", {"tied": False}),
-    "bias": ("phi", {"tied": False}),
-    "capped": ("gemma2", {"final_logit_softcapping": 3.0}),
-    "own": ("granite", {"logits_scaling": 0.25}),
-}
+    "tied": ("qwen3", {}), "untied": ("qwen3", {"tied": False}), "bias": ("phi", {"tied": False}),
+    "capped": ("gemma2", {"final_logit_softcapping": 3.0}), "own": ("granite", {"logits_scaling": 0.25}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -167,13 +167,9 @@ def test_a_resumed_run_checks_its_models_again_only_if_something_has_changed(tmp
         (directory / "trainer").mkdir(parents=True, exist_ok=True)
         (directory / "trainer/config.toml").write_text(to_toml(begun))
         listing = Manifest(
-            kind="checkpoint",
-            step=2,
-            policy_version=2,
-            files=manifest.describe_files(directory),
-            fingerprints=Fingerprints(config=fingerprint(begun)),
-            libraries=manifest.library_versions() | libraries,
-        )
+            kind="checkpoint", step=2, policy_version=2, files=manifest.describe_files(directory),
+            fingerprints=Fingerprints(config=fingerprint(begun)), libraries=manifest.library_versions() | libraries,
+        )  # fmt: skip
         manifest.write_manifest(directory, listing)
 
     commit(config(None))

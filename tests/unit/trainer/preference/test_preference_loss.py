@@ -220,14 +220,10 @@ def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, me
     torch.testing.assert_close(got, taken_gradients(model), rtol=1e-4, atol=1e-6)
     rewards_P2, w_P, l_P = rewards_P2.detach(), w_P.detach(), l_P.detach()
     expected = {
-        "loss": loss.item(),
-        "rewards/chosen": w_P.mean().item(),
-        "rewards/rejected": l_P.mean().item(),
-        "rewards/margins": (w_P - l_P).mean().item(),
-        "rewards/accuracies": (w_P > l_P).double().mean().item(),
-        "rewards/mean": rewards_P2.mean().item(),
-        "rewards/std": rewards_P2.std(correction=0).item(),
-    }
+        "loss": loss.item(), "rewards/chosen": w_P.mean().item(), "rewards/rejected": l_P.mean().item(),
+        "rewards/margins": (w_P - l_P).mean().item(), "rewards/accuracies": (w_P > l_P).double().mean().item(),
+        "rewards/mean": rewards_P2.mean().item(), "rewards/std": rewards_P2.std(correction=0).item(),
+    }  # fmt: skip
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 

@@ -133,12 +133,9 @@ def publish_journal(run_dir: RunDir, steps: Iterable[int]) -> None:
         all_before = [rollout for number in range(1, step + 1) for rollout in _rollouts(number)]
         position = EnvironmentPosition(next_task=_GROUPS * step, group_size=_GROUP_SIZE)
         accepted = Accepted(
-            step=step,
-            problems=_GROUPS * step,
-            rollouts=len(all_before),
-            tokens=sum(len(rollout.token_ids) for rollout in all_before),
-            environments={"letters": position},
-        )
+            step=step, problems=_GROUPS * step, rollouts=len(all_before),
+            tokens=sum(len(rollout.token_ids) for rollout in all_before), environments={"letters": position},
+        )  # fmt: skip
         publish_batch(run_dir, batch, msgspec.json.encode(accepted))
 
 

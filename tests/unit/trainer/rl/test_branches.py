@@ -92,15 +92,12 @@ def by_hand(directory: Path, rollouts: list[Rollout], config: Any) -> tuple[dict
         return torch.tensor([value for value, count in zip(values, counts, strict=True) for _ in range(count)])
 
     data = policy_input(
-        new_N,
-        old_logprobs_N=new_N.detach(),
-        sampler_logprobs_N=torch.tensor([p for own in sampled for p in own]),
+        new_N, old_logprobs_N=new_N.detach(), sampler_logprobs_N=torch.tensor([p for own in sampled for p in own]),
         advantages_N=each([rollout.reward for rollout in rollouts]),
         weights_N=each([1 / len(counts) / count for count in counts]),
-        sequence_N=each([float(number) for number in range(len(counts))]),
-        step_sequences=len(counts),
+        sequence_N=each([float(number) for number in range(len(counts))]), step_sequences=len(counts),
         step_tokens=sum(counts),
-    )
+    )  # fmt: skip
     loss, _ = build_policy_loss(config)(data)
     loss.backward()
     away_N = new_N.detach() - data.sampler_logprobs_N

@@ -24,17 +24,12 @@ def test_every_metric_is_the_mean_over_the_tokens_of_all_updates(mesh: Mesh) -> 
     metrics = statistics_of(mesh)
     tokens = [token for passes in TOKENS for one in passes for token in one]
     expected = {
-        "loss": sum(map(sum, LOSSES)) / 2,
-        "entropy": sum(-new / 2 for new, *_ in tokens) / 6,
+        "loss": sum(map(sum, LOSSES)) / 2, "entropy": sum(-new / 2 for new, *_ in tokens) / 6,
         "ppo_kl": sum(k3(new - old) for new, old, *_ in tokens) / 6,
         "mismatch_kl": sum(k3(old - sampler) for _, old, sampler, *_ in tokens) / 6,
-        "ref_kld": sum(k3(reference - new) for new, _, _, reference, _ in tokens) / 6,
-        "mine": 2 / 6,
-        "clip_fraction/low": 2 / 6,
-        "clip_fraction/high": 0.0,
-        "clip_fraction/dual": 0.0,
-        "clip_fraction": 2 / 6,
-    }
+        "ref_kld": sum(k3(reference - new) for new, _, _, reference, _ in tokens) / 6, "mine": 2 / 6,
+        "clip_fraction/low": 2 / 6, "clip_fraction/high": 0.0, "clip_fraction/dual": 0.0, "clip_fraction": 2 / 6,
+    }  # fmt: skip
     for age in AGES:
         of_age = [k3(old - sampler) for _, old, sampler, _, own in tokens if own == age]
         expected[f"mismatch_kl/age_{age}"] = sum(of_age) / max(1, len(of_age))
