@@ -78,9 +78,7 @@ def end() -> None:
 
 
 def report(floor: float) -> int:
-    """Print what was not run; return 1 if that is more than the floor allows. `floor`: of statements and branches
-    together, in percent.
-    """
+    """Print what was not run; return 1 if less than `floor` percent of statements and branches were."""
     marks = (MARKS / "marks").read_bytes()
     points = json.loads((MARKS / "index.json").read_text())["points"]
     first, run, there, excused = 0, 0, 0, 0

@@ -140,9 +140,7 @@ def test_simpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: P
 
 @pytest.mark.parametrize("lengths", PAIR_LENGTHS, ids=str)
 def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
-    """TRL's likelihood term covers prompts as well and weighs tokens, not answers, alike. So the two are the same for
-    one pair at a time and prompts of one token, which nothing predicts. TRL computes the odds in float32.
-    """
+    """TRL weighs tokens, of prompts too: the same for one pair and prompts of one token. Its odds are in float32."""
     trainer = trl_trainers.preference_trainer("orpo", model, tmp_path, beta=0.3)
     batch = answers([lengths], prompt_tokens=1)
     theirs, metrics = trainer.get_batch_loss_metrics(trainer.model, batch.for_cpo())

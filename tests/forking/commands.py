@@ -123,9 +123,7 @@ class Commands:
         return Run(output, fork)
 
     def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "", is_ranks: bool = False) -> Fork:
-        """Start `python -m ARGV`; return when its process is there. `fault`: Python source that runs in it first.
-        `at_end`: Python source that runs when it ends, with the names of `fault`. `is_ranks`: it starts several ranks.
-        """
+        """Start `python -m ARGV`. `fault`, `at_end`: Python source that runs in it first and last."""
         require("ranks" if is_ranks else "launch")
         words = [str(word) for word in argv]
         return self._server.fork("tests.forking.commands:be_module", log, argv=words, fault=fault, at_end=at_end)

@@ -1,6 +1,4 @@
-"""Inference servers, processes of their own: `start_server("vllm", InferenceConfig(...), log).wait_ready()`. Those with
-vLLM are forked from a process that has imported it, and are there in seconds.
-"""
+"""Inference servers: `start_server("vllm", config, log).wait_ready()`, forked from a process that has imported vLLM."""
 
 import atexit
 import functools
@@ -61,9 +59,7 @@ class ServerHandle:
         raise RuntimeError(f"the server was not ready after {timeout_s} s:\n{self.log()}")
 
     def wait(self, timeout_s: float = HANG_S) -> int:
-        """Return the exit code once the server ended; a signal's number is negative, as in subprocess. Raises
-        `TimeoutError`: it still runs after `timeout_s`.
-        """
+        """Return the exit code, a signal's negative, once the server ended. Raises `TimeoutError`: it still runs."""
         return self._process.wait(timeout_s)
 
     def send_signal(self, number: int) -> None:

@@ -1,6 +1,4 @@
-"""What the launcher starts, forked from it: processes of their own as ever, with the same parents, sessions,
-environments and logs; the imports alone are not made again.
-"""
+"""What the launcher starts, forked from it: processes of their own as ever; the imports alone are not made again."""
 
 import importlib
 import importlib.util

@@ -25,9 +25,7 @@ _answers = 1
 
 
 class Fork:
-    """One forked process, whose output goes behind what its log holds. `code`: its exit code once somebody has waited
-    for it; a signal's number is negative, as in subprocess.
-    """
+    """One forked process. `code`: its exit code once somebody has waited; a signal's number is negative."""
 
     def __init__(self, log_path: Path) -> None:
         self.log_path = log_path
@@ -89,9 +87,7 @@ class Started:
 
 
 class ForkServer:
-    """The server, as the process sees it that asks. Several threads may use it. `prepare`: what the server calls before
-    it forks anything, as `module:function`.
-    """
+    """The server, for several threads. `prepare`: what it calls before it forks anything, as `module:function`."""
 
     def __init__(self, prepare: str) -> None:
         self._lock = threading.Lock()

@@ -1,6 +1,4 @@
-"""Tiny models of many families, and what `transformers` makes of them, one sample at a time, with eager attention.
-Multipliers, caps and windows differ from the values at which they do nothing.
-"""
+"""Tiny models of many families, no field at a value at which it does nothing, and what transformers makes of them."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ class Outcome:
 def reference_outcome(
     directory: Path, samples: Sequence[Sample], weights: Mapping[str, Tensor] | None = None
 ) -> Outcome:
-    """Return what transformers' own forward gives, one sample at a time, with eager attention. `weights`: to take
-    instead of the directory's.
-    """
+    """Return what transformers' own forward gives, sample by sample. `weights`: to take instead of the directory's."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     if weights is not None:
         assert not model.load_state_dict(weights, strict=False).unexpected_keys

@@ -105,9 +105,7 @@ def for_engines(family: Family) -> Family:
 
 
 def measure(name: str, directory: Path, mesh: Mesh) -> float:
-    """Return the mismatch KL of trainer and engine, in nats a token, after an update of the weights. Raises `Refused`:
-    the trainer or vLLM does not take the family.
-    """
+    """Return the mismatch KL, in nats a token, after an update. Raises `Refused`: trainer or vLLM does not take it."""
     family = for_engines(next(family for family in FAMILIES if family.name == name))
     model = write_model(family, directory / "model", seed=5)
     for file in TOKENIZER_FILES:

@@ -80,9 +80,7 @@ class Copy:
 
 
 def _environment_of(directory: Path) -> Path:
-    """Make an environment beside a copy, with the packages and commands of this one, but holdfast from the copy; return
-    its interpreter.
-    """
+    """Make an environment with packages and commands of this one, but holdfast of the copy; return its interpreter."""
     home = directory.with_name(f"{directory.name}_environment")
     venv.create(home, symlinks=True)
     ours, packages = (Path(sysconfig.get_path("purelib", "venv", {"base": str(base)})) for base in (sys.prefix, home))

@@ -87,9 +87,7 @@ def measured(model_dir: Path, mesh: Mesh, **settings: Any) -> list[np.ndarray]:
 
 
 def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Tensor]:
-    """Return loss and gradients of a distillation over whole vocabularies, chunk by chunk. Collective. `shares`: of
-    answers that share the tokens of their prompts.
-    """
+    """Return loss and gradients of a distillation over whole vocabularies. Collective. `shares`: they share prompts."""
     student, other = (
         build_policy(TrainedModelConfig(name=str(model_dir), init=init, logits_chunk_tokens=4), mesh, seed=7)
         for init in ("pretrained", "random")

@@ -1,6 +1,4 @@
-"""Benchmarks whose up to twenty contestants are forks: `run_benchmark(log, "benchmarks.learning", "--steps", "2")`. So
-is all that it has `subprocess.run` run; their inference servers are the stub engine.
-"""
+"""Benchmarks whose contestants are forks, with the stub engine: `run_benchmark(log, "benchmarks.learning", …)`."""
 
 import os
 import runpy

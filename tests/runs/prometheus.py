@@ -24,11 +24,7 @@ class Scrape:
 
 
 def scrape(port: int) -> Scrape:
-    """Return what the endpoint of this machine says.
-
-    Raises:
-        OSError: nobody answers.
-    """
+    """Return what the endpoint of this machine says. Raises `OSError`: nobody answers."""
     with _opener.open(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as answer:
         text = answer.read().decode()
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}

@@ -70,9 +70,7 @@ def other_environment(home: Path, *, version: str | None) -> Path:
 
 @contextmanager
 def node_of(python: Path, address: str, *, cores: int, path: str = "") -> Iterator[None]:
-    """Have a node in the cluster that `ray start` has started from the environment of an interpreter, with `path` as
-    its PYTHONPATH.
-    """
+    """Have a node in the cluster that `ray start` has started from an environment; `path`: its PYTHONPATH."""
     flags = ("--address", address, "--node-ip-address", "127.0.0.1", "--num-cpus", str(cores), "--block")
     argv = [str(python), "-m", "ray.scripts.scripts", "start", *flags]
     memory = ("--object-store-memory", str(_MEMORY_BYTES))

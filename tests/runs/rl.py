@@ -228,9 +228,7 @@ def exact_metrics(run_dir: RunDir, steps: Iterable[int]) -> list[dict[str, float
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a run amounts to at one committed step, as bytes. `weights`: the published safetensors files, by name;
-    those of the average below `ema/`, if there is one.
-    """
+    """All that a run amounts to at a committed step, as bytes; weights by file, those of the average below `ema/`."""
 
     weights: dict[str, bytes]
     tensors: dict[str, bytes]  # every tensor of the trainer's checkpoint (parameters, optimizer moments), by name

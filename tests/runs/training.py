@@ -99,9 +99,7 @@ def run_command(command: list[str], output: Path, *, starts_python: bool = False
 
 
 class LiveRun:
-    """A run that goes on; used as a context manager, which leaves nothing of it behind. `fault`: Python source that
-    runs in each of its processes before anything else.
-    """
+    """A run that goes on, as a context manager that leaves nothing. `fault`: Python that runs first in each process."""
 
     def __init__(self, command: list[str], output: Path, *, fault: str = "") -> None:
         self.run_dir = RunDir(output)

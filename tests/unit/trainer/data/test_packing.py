@@ -1,6 +1,4 @@
-"""Packing: tensors of a forward pass, and plans of a step. That no loss depends on it, test_families and test_programs
-say.
-"""
+"""Packing: tensors of a forward pass, and plans of a step. No loss depends on it: test_families and test_programs."""
 
 import numpy as np
 import pytest

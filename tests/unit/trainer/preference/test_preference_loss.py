@@ -1,6 +1,4 @@
-"""Losses of preferences and of reward models by hand, at their extremes, and refused; by formula:
-test_every_name_computes.
-"""
+"""Losses of preferences and reward models by hand, at extremes, refused; by formula: test_every_name_computes."""
 
 import math
 from collections.abc import Callable

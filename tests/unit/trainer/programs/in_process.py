@@ -89,9 +89,7 @@ def parts_of(checkpoint: Path) -> set[str]:
 
 
 def forget(checkpoint: Path, part: str) -> None:
-    """Damage a part of a committed checkpoint: a file or a value by its name, tensors by the begin of their names. A
-    digest becomes another one, tensors are halved, generators get the state of this process.
-    """
+    """Damage a part of a committed checkpoint: digests become others, tensors are halved, generators those of now."""
     values = _values(checkpoint)
     if part == "random_rank_0.json":
         (checkpoint / "trainer" / part).write_bytes(msgspec.json.encode(capture_random_state()))

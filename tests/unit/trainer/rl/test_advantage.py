@@ -49,9 +49,7 @@ RAISE_THE_SUM = [name for name in REWARD_ADVANTAGES if name not in ("grpo_proces
 
 
 class Turns:
-    """A policy that answers, or asks on, in each of up to three turns of a token; the third one always answers. The
-    answer earns 1, and every turn `of_turn` beside it.
-    """
+    """A policy that answers or asks on, up to three turns of a token; the answer earns 1, each turn also `of_turn`."""
 
     def __init__(self, of_turn: float) -> None:
         self.of_turn = of_turn

@@ -1,6 +1,4 @@
-"""Policy losses by hand, at their bounds, split, and of the user; the KL term and steered coefficients. By formula:
-test_every_name_computes.
-"""
+"""Policy losses by hand, at bounds, split, of the user; steered terms. By formula: test_every_name_computes."""
 
 import inspect
 import math
