@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from holdfast.config.view import TrackingConfig
 from holdfast.run.run_dir import RunDir
 from holdfast.view.sending import take_cursor
 from tests.forking.trackers import TrackingProcess
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 
 BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
 _BLOCK_BYTES = 32 * 1024
@@ -126,13 +125,6 @@ def short_directory() -> Iterator[Path]:
     """Make a directory whose name leaves room for that of a socket, as those of tests do not."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         yield Path(name)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _in_tensorboard(run: TrackedDirectory, metric: str) -> Steps:

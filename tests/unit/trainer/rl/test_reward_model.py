@@ -1,6 +1,5 @@
 """The reward model of an RL run, and the moving average of the policy's weights."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
-from holdfast.trainer.checkpoint.state import seed_everything
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import _with_padding
 from holdfast.trainer.rl.auxiliary_models import Ema, RewardModel
-from tests.builders.plain_models import copy_with_other_tokens
+from tests.builders.plain_models import copy_with_other_tokens, write_reward_model
 from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]
@@ -28,12 +26,7 @@ Models = Callable[..., Path]
 @pytest.fixture
 def directory(tiny_model: Models, tmp_path: Path) -> Path:
     """A reward model with dropout, as transformers writes it."""
-    source = tiny_model("llama", tied=False, attention_dropout=0.5)
-    config = AutoConfig.from_pretrained(source, num_labels=1)
-    seed_everything(0, step=0, rank=0)
-    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "judge")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, tmp_path / "judge")
+    write_reward_model(tmp_path / "judge", tiny_model("llama", tied=False, attention_dropout=0.5))
     return tmp_path / "judge"
 
 
