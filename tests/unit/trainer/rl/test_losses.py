@@ -243,13 +243,11 @@ IN_LOSSES = [name for name in KL_ESTIMATES if name != "k1"]
 
 def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]]:
     logprobs_N = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
-    reference_N, advantages_N, weights_N = torch.tensor(
-        [REFERENCE, ADVANTAGES, WEIGHTS["sequence"]], dtype=torch.float64
-    )
+    columns = torch.tensor([REFERENCE, ADVANTAGES, WEIGHTS["sequence"]], dtype=torch.float64)
     value, counts = loss(policy_input(
         logprobs_N, old_logprobs_N=logprobs_N.detach(), sampler_logprobs_N=logprobs_N.detach(),
-        advantages_N=advantages_N, weights_N=weights_N, sequence_N=torch.tensor([0, 0, 1]), step_sequences=2,
-        step_tokens=3, reference_logprobs_N=reference_N,
+        reference_logprobs_N=columns[0], advantages_N=columns[1], weights_N=columns[2],
+        sequence_N=torch.tensor([0, 0, 1]), step_sequences=2, step_tokens=3,
     ))  # fmt: skip
     (gradient_N,) = torch.autograd.grad(value, logprobs_N)
     return float(value.detach()), gradient_N.tolist(), counts
@@ -273,10 +271,13 @@ def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregatio
 STEERED = EntropyConfig(coef=0.01, target=0.5, step_size=0.004, largest=0.02)
 
 
-def test_a_fixed_bonus_stays() -> None:
+def test_a_fixed_bonus_stays_and_a_configured_largest_bonus_wins_over_the_checkpoint() -> None:
     coefficient = EntropyCoefficient(EntropyConfig(coef=0.3))
     coefficient.update(0.0)
     assert coefficient.coef == 0.3 and coefficient.tensors() == {}
+    lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
+    lower.restore({"steered": 0.02, "last": 0.1})
+    assert lower.coef == 0.001
 
 
 def test_a_steered_bonus_is_that_of_the_slow_one() -> None:
@@ -287,9 +288,3 @@ def test_a_steered_bonus_is_that_of_the_slow_one() -> None:
         last = generator.choice([generator.random(), 0.5])
         expected = min(expected + 0.004, 0.02) if last <= 0.5 else max(expected - 0.004, 0.0)
         coefficient.update(last)
-
-
-def test_a_configured_largest_bonus_wins_over_the_checkpoint() -> None:
-    lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
-    lower.restore({"steered": 0.02, "last": 0.1})
-    assert lower.coef == 0.001
