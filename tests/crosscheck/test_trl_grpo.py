@@ -208,19 +208,16 @@ def flat(groups: list[list[float]]) -> list[float]:
     return [value for group in groups for value in group]
 
 
-def groups_of(values: list[float]) -> list[list[float]]:
-    return [values[start : start + GROUP_SIZE] for start in range(0, len(values), GROUP_SIZE)]
+REWARDS_PG = [[1.0, 0.0, 0.0, 0.5], [2.0, -1.0, 0.25, 7.0]]
 
 
-REWARDS = [1.0, 0.0, 0.0, 0.5, 2.0, -1.0, 0.25, 7.0]
-
-
-def scored_rewards(trainer: Any, rewards: list[float]) -> list[float]:
+def scored_rewards(trainer: Any, rewards_PG: list[list[float]]) -> list[float]:
     """Return the advantages that TRL gives these rewards."""
     step = random_step(0)
-    trainer.completions, trainer.rewards = step.completions, rewards
+    trainer.completions, trainer.rewards = step.completions, flat(rewards_PG)
     trainer.forwards = [step.old_BT]
-    return trainer._generate_and_score_completions([{"prompt": "a"}] * len(rewards))["advantages"].tolist()
+    scored = trainer._generate_and_score_completions([{"prompt": "a"}] * len(trainer.rewards))
+    return scored["advantages"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -234,10 +231,10 @@ def test_group_advantages_are_those_of_trl(
         trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
     else:
         trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards=scale)
-    ours = advantage_of(name, **settings)(scored_groups(groups_of(REWARDS)))
+    ours = advantage_of(name, **settings)(scored_groups(REWARDS_PG))
     if name == "grpo":  # TRL adds 1e-4 to the standard deviation, ours adds 1e-6
-        stds = [sample_std(REWARDS if scale == "batch" else group) for group in groups_of(REWARDS)]
+        stds = [sample_std(flat(REWARDS_PG) if scale == "batch" else group) for group in REWARDS_PG]
         ours = [[a * (std + 1e-6) / (std + 1e-4) for a in group] for group, std in zip(ours, stds, strict=True)]
-    assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
-    equal = [3.25] * len(REWARDS)
-    assert scored_rewards(trainer, equal) == flat(advantage_of(name, **settings)(scored_groups(groups_of(equal))))
+    assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS_PG), **SCORED)
+    equal = [[3.25] * GROUP_SIZE] * 2
+    assert scored_rewards(trainer, equal) == flat(advantage_of(name, **settings)(scored_groups(equal)))

@@ -37,22 +37,13 @@ _IMPORTED = (
 
 @dataclass
 class Run:
-    """One command; `code` is there when it has ended."""
+    """One command, with what its process has; `code` is there when somebody has waited for its end."""
 
     output: Path
     fork: Fork
 
-    @property
-    def pid(self) -> int:
-        return self.fork.pid
-
-    @property
-    def code(self) -> int | None:
-        return self.fork.code
-
-    @property
-    def log(self) -> str:
-        return self.fork.log
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fork, name)
 
     @property
     def trainer_log(self) -> str:
@@ -60,10 +51,6 @@ class Run:
         run_dir = RunDir(self.output)
         path = run_dir.logs(run_dir.next_attempt() - 1) / "trainer.log"
         return path.read_text(errors="replace") if path.exists() else ""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.fork.has_ended
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
         """Wait for its end. Raises `TimeoutError`: it still runs."""
@@ -77,23 +64,10 @@ class Commands:
     def __init__(self) -> None:
         self._server = ForkServer("tests.forking.commands:prepare")
 
-    def sft(
-        self,
-        output: Path,
-        model: Path,
-        data: Path,
-        *flags: str,
-        log: Path | None = None,
-        ranks: int = 1,
-        environment: Mapping[str, str] | None = None,
-        fault: str = "",
-        trainer_fault: str = "",
-        until: Until = "trained",
-    ) -> Run:
+    def sft(self, output: Path, model: Path, data: Path, *flags: str, ranks: int = 1, **options: Any) -> Run:
         """Start `sft` with the flags of `training_runs.sft_command`; see `start`."""
         argv = sft_command(output, model, data, "--parallel.num-ranks", str(ranks), *flags)[1:]
-        faults = {"fault": fault, "trainer_fault": trainer_fault}
-        return self.start("sft", output, argv, log=log, environment=environment, until=until, **faults)
+        return self.start("sft", output, argv, **options)
 
     def start(
         self,

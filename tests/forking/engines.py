@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from holdfast.config import InferenceConfig
 from holdfast.process.child import LAUNCHER_ENV, heavy_imports
@@ -128,24 +129,18 @@ def config_of(
 
 
 def start_server(
-    engine: Engine,
-    config: InferenceConfig,
-    log_path: Path,
-    *,
-    env: Mapping[str, str] | None = None,
-    owner: Path | None = None,
+    engine: Engine, config: InferenceConfig, log_path: Path, *, env: Mapping[str, str] | None = None, **options: Any
 ) -> ServerHandle:
     """Start a server of either kind; see `Engines.start`."""
     if engine == "vllm":
-        return shared_engines().start(config, log_path, env=env, owner=owner)
+        return shared_engines().start(config, log_path, env=env, **options)
     # It ends with this process, as if this were its launcher.
     environment = {**os.environ, LAUNCHER_ENV: str(os.getpid()), **(env or {})}
-    argv = [sys.executable, "-m", STUB_ENGINE, *_write_arguments(config, log_path, owner)]
-    process = Started(argv, log_path, environment)
-    return ServerHandle(f"http://127.0.0.1:{config.server.port}", process)
+    argv = [sys.executable, "-m", STUB_ENGINE, *_write_arguments(config, log_path, **options)]
+    return ServerHandle(f"http://127.0.0.1:{config.server.port}", Started(argv, log_path, environment))
 
 
-def _write_arguments(config: InferenceConfig, log_path: Path, owner: Path | None) -> list[str]:
+def _write_arguments(config: InferenceConfig, log_path: Path, owner: Path | None = None) -> list[str]:
     import tomli_w
 
     log_path.parent.mkdir(parents=True, exist_ok=True)

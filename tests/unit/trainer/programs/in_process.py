@@ -18,6 +18,7 @@ from holdfast.launcher.resume.prepare import prepare
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan
 from holdfast.run import manifest
 from holdfast.run.journal import Accepted, EnvironmentPosition, publish_batch
+from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.dcp import ShardWriter
 from holdfast.trainer.checkpoint.state import capture_random_state
@@ -69,6 +70,11 @@ def prepared(
 def run_prepared(config: TrainingCommand) -> None:
     """Train as a rank does."""
     importlib.import_module(f"holdfast.trainer.programs.{config.program.replace('-', '_')}").run(config)
+
+
+def column(run_dir: RunDir, name: str) -> list[float]:
+    """Return the values of a metric, of the steps that have it."""
+    return [line[name] for line in read_metrics(run_dir.metrics) if name in line]
 
 
 def end_state(run_dir: RunDir, *, last: int = STEPS, first: int = 1) -> dict[str, Any]:
