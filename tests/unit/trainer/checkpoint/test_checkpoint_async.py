@@ -388,7 +388,9 @@ def test_what_fails_after_the_commit_does_not_undo_it(
     manifest.verify(run_dir.checkpoint(1))
 
 
-def test_leftovers_of_a_killed_save_are_replaced(make_state: MakeState, run_dir: RunDir) -> None:
+def test_leftovers_of_a_killed_save_are_replaced_and_no_part_of_the_next(
+    make_state: MakeState, run_dir: RunDir, tmp_path: Path
+) -> None:
     torn = run_dir.checkpoints / ".tmp-step_1" / TRAINER_DIR
     torn.mkdir(parents=True)
     (torn / "__0_0.distcp").write_bytes(b"half")
@@ -397,9 +399,6 @@ def test_leftovers_of_a_killed_save_are_replaced(make_state: MakeState, run_dir:
         checkpointer.save(1)
     assert "trainer/__1_0.distcp" not in manifest.verify(run_dir.checkpoint(1)).files
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_1"]
-
-
-def test_what_a_save_before_has_left_is_no_part_of_the_next(tmp_path: Path) -> None:
     left = tmp_path / "step_1"
     left.mkdir()
     (left / "torn").touch()

@@ -109,11 +109,17 @@ def test_what_is_no_dataset_is_refused(
     assert re.search(said, refused(tmp_path / name, tokenizer))
 
 
-def test_an_empty_directory_and_missing_columns_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_empty_directory_missing_columns_and_missing_messages_are_named(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "directory").mkdir()
     assert "directory" in refused(tmp_path / "directory", tokenizer)
     message = refused(write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}]), tokenizer)
     assert all(part in message for part in ("a.jsonl", "['answer', 'question']", "messages", "prompt", "completion"))
+    rows = [{"messages": [USER, HELLO]}, {"messages": None, "prompt": "a", "completion": "b"}, {"messages": None}]
+    said = refused(write(tmp_path / "a.jsonl", rows), tokenizer)
+    assert "row 2: it has no `messages`; it has `prompt`, `completion`" in said
+    assert "row 3: it has no `messages`; it has nothing else" in said
 
 
 def test_too_long_samples_are_refused_or_dropped_or_cut_and_counted(
@@ -318,13 +324,6 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> 
 def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     message = refused(write(tmp_path / "a.jsonl", [row]), tokenizer)
     assert "a.jsonl, row 1: " in message and said in message
-
-
-def test_a_chat_without_messages_says_what_it_has(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    rows = [{"messages": [USER, HELLO]}, {"messages": None, "prompt": "a", "completion": "b"}, {"messages": None}]
-    said = refused(write(tmp_path / "a.jsonl", rows), tokenizer)
-    assert "row 2: it has no `messages`; it has `prompt`, `completion`" in said
-    assert "row 3: it has no `messages`; it has nothing else" in said
 
 
 def test_calls_of_share_gpt_are_those_of_messages() -> None:

@@ -380,7 +380,4 @@ def test_chunks_come_in_order_and_few_are_ahead_of_a_slow_one(tmp_path: Path, mo
     assert first.index == 10 and made.stat().st_size <= 6, "of the other three and one to send; its own, and the next"
     assert [first.index, *(chunk.index for chunk in chunks)] == list(mine)
     assert made.stat().st_size == len(mine)
-
-
-def test_fewer_chunks_than_processes() -> None:
     assert [chunk.index for chunk in tokenizing._encoded_by_workers(Chunk, range(2), 5, name="data")] == [0, 1]

@@ -136,16 +136,15 @@ def test_packed_attention_refuses_what_it_does_not_know() -> None:
     packed_attention(nn.Identity(), query, query, query, None, banana=None, use_cache=False)
 
 
-def test_models_without_a_decoder_layers_or_a_head(hf_model: PreTrainedModel) -> None:
+def test_models_without_a_decoder_layers_a_head_or_a_last_position(
+    hf_model: PreTrainedModel, tiny_model: Models
+) -> None:
     config = LlamaConfig()
     with pytest.raises(DataError, match="Flat has no decoder apart from its head"):
         decoder_of(Flat(config))
     with pytest.raises(DataError, match="WithFlat has no list of decoder layers and cannot be sharded"):
         decoder_layers(WithFlat(config))
     assert not has_plain_head(decoder_of(hf_model), None)
-
-
-def test_a_model_that_names_no_last_position_has_none(tiny_model: Models) -> None:
     opt, mamba = (
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model(kind, **fields)))
         for kind, fields in (("opt", {"max_position_embeddings": 16}), ("mamba", {}))
@@ -187,10 +186,13 @@ def test_what_a_model_cannot_be_configured_to_is_refused(
         build(directory, mesh, activation_checkpointing=True)
 
 
-def test_layers_are_compiled_where_that_is_asked_for(tiny_model: Models, mesh: Mesh) -> None:
+def test_layers_are_compiled_where_that_is_asked_for_and_can_be(tiny_model: Models, mesh: Mesh) -> None:
     for is_asked in (True, False):
         layers = decoder_layers(build(tiny_model("llama"), mesh, compile=is_asked).hf_model)
         assert {layer._compiled_call_impl is not None for layer in layers} == {is_asked}
+    settings = {"model": {"compile": True}, "parallel": {"num_ranks": 2, "sequence_parallel": 2}}
+    with pytest.raises(ValidationError, match=r"model\.compile does not go with parallel\.sequence_parallel"):
+        SftConfig.model_validate({"output_dir": "run", **settings})
 
 
 @pytest.mark.parametrize(("dtype", "advice"), [("bfloat16", True), ("float32", False)])
@@ -283,12 +285,6 @@ def test_what_cannot_be_sliced_is_refused(
         policy.layout = type(policy.layout)(attention != "sdpa", attention, "" if attention != "sdpa" else why)
     with pytest.raises(DataError, match=why):
         policy.share_rows(group(size))
-
-
-def test_compiled_layers_are_refused() -> None:
-    settings = {"model": {"compile": True}, "parallel": {"num_ranks": 2, "sequence_parallel": 2}}
-    with pytest.raises(ValidationError, match=r"model\.compile does not go with parallel\.sequence_parallel"):
-        SftConfig.model_validate({"output_dir": "run", **settings})
 
 
 @pytest.mark.parametrize(

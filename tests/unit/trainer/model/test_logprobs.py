@@ -153,7 +153,7 @@ def test_whole_logits_never_exist_with_chunks() -> None:
         assert largest == rows
 
 
-def test_no_targets_give_no_values_and_zero_gradients() -> None:
+def test_no_targets_give_no_values_and_zero_gradients_and_other_numbers_are_refused() -> None:
     hidden, head, _, _ = inputs()
     logprobs, entropy, _ = token_logprobs(
         hidden[:0], plain_head(head), torch.zeros(0, dtype=torch.long), Reading(entropy=True)
@@ -161,9 +161,6 @@ def test_no_targets_give_no_values_and_zero_gradients() -> None:
     assert logprobs.shape == entropy.shape == (0,)
     (gradient,) = torch.autograd.grad(logprobs.sum(), head)
     assert torch.count_nonzero(gradient) == 0
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
     hidden, head, _, targets = inputs()
     with pytest.raises(ValueError, match="11 hidden states for 10 targets"):
         token_logprobs(hidden, plain_head(head), targets[:-1])

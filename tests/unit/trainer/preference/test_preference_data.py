@@ -213,16 +213,6 @@ def test_rows_that_are_no_pairs_are_refused(tmp_path: Path, tokenizer: Tokenizer
     assert caught.value.exit_code == 2
 
 
-def test_held_out_pairs_keep_their_numbers() -> None:
-    pairs = ragged_pairs(20)
-    training, held_out = split_preferences(pairs, 0.25, seed=1)
-    assert (len(training), len(held_out)) == (15, 5)
-    assert sorted(pair.number for pair in training + held_out) == list(range(20))
-    assert all(pairs[pair.number] is pair for pair in training + held_out)
-    with pytest.raises(DataError, match="validation_fraction"):
-        split_preferences([], 0.9, seed=1)
-
-
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("layout", [PACKED, Layout(packs=False, attention="eager")])
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -307,12 +297,18 @@ def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy
     np.testing.assert_allclose(logprobs, alone, rtol=1e-5)
 
 
-def test_a_rank_without_pairs_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
+def test_a_rank_without_pairs_or_answers_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
     policy.zero_grad(set_to_none=True)
     nothing = predict_pairs(policy, ragged_pairs(2), [], pack=True, device=mesh.device)
     assert nothing.shape == (0, 2)
     nothing.sum().backward()
-    assert all(not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None)
+    assert not taken_gradients(policy).any()
+    answers = ragged_answers(2)
+    objective = objective_of(policy, mesh, answers, offset=0.0)
+    columns = objective._compared_with(0.5).forward(policy, answers, [])
+    assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (0,))
+    columns["loss"].sum().backward()
+    assert not taken_gradients(policy).any()
 
 
 LABELLED = [
@@ -442,12 +438,16 @@ def ragged_answers(count: int) -> list[LabelledAnswer]:
     ]
 
 
-def test_both_answers_of_a_row_are_held_out_together() -> None:
-    answers = ragged_answers(20)
-    training, held_out = split_preferences(answers, 0.3, seed=1)
-    assert (len(training), len(held_out)) == (14, 6)
+def test_held_out_pairs_keep_their_numbers_and_both_answers_of_a_row_go_together() -> None:
+    pairs, answers = ragged_pairs(20), ragged_answers(20)
+    for given, fraction, sizes in ((pairs, 0.25, (15, 5)), (answers, 0.3, (14, 6))):
+        training, held_out = split_preferences(given, fraction, seed=1)
+        assert (len(training), len(held_out)) == sizes
+        assert sorted(one.number for one in (*training, *held_out)) == list(range(20))
+        assert all(given[one.number] is one for one in (*training, *held_out))
     assert not {answer.row for answer in training} & {answer.row for answer in held_out}
-    assert sorted(answer.number for answer in (*training, *held_out)) == list(range(20))
+    with pytest.raises(DataError, match="validation_fraction"):
+        split_preferences([], 0.9, seed=1)
 
 
 def objective_of(
@@ -510,13 +510,3 @@ def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, mes
     alone = objective.measure(policy, [answers[k] for k in good])
     assert "rewards/rejected" not in alone and "rewards/margins" not in alone and alone["desirable"] == 1
     assert "rewards/chosen" not in objective.measure(policy, [answers[k] for k in bad])
-
-
-def test_a_rank_without_answers_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
-    answers = ragged_answers(2)
-    objective = objective_of(policy, mesh, answers, offset=0.0)
-    columns = objective._compared_with(0.5).forward(policy, answers, [])
-    assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (0,))
-    policy.zero_grad(set_to_none=True)
-    columns["loss"].sum().backward()
-    assert not taken_gradients(policy).any()

@@ -99,13 +99,10 @@ def test_a_policy_of_turns_finds_the_largest_sum_of_all_rewards(name: str) -> No
     assert policy.stops().max() < 0.1
 
 
-def test_process_supervision_sees_no_cost_that_is_the_same_for_every_turn() -> None:
+def test_process_supervision_sees_no_cost_of_every_turn_and_gdpo_knows_no_steps() -> None:
     policy = Turns(-0.25)
     policy.learn("grpo_process", steps=1)
     assert not policy.logits.any()
-
-
-def test_gdpo_has_no_weight_for_rewards_of_steps() -> None:
     with pytest.raises(TrainingError, match="leave these out, or take an advantage that knows them"):
         advantage_of("gdpo")([[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]])
 
@@ -198,12 +195,13 @@ def ragged(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
     return [[[1.0, [2.0]] for _ in group] for group in groups]
 
 
-def test_an_advantage_of_the_user() -> None:
+def test_an_advantage_of_the_user_as_the_documentation_shows_it() -> None:
     config = TrainerConfig(advantage=f"{__name__}:shortest_of_the_best")
     groups = [[scored_rollout(1.0, 2), scored_rollout(1.0, 1), scored_rollout(0.0, 1)]]
     assert advantage_of(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
     by_place = advantage_of(f"{__name__}:of_tokens")(groups)
     assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
+    assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "losses.md").read_text()
 
 
 def fails(groups: list[list[ScoredRollout]]) -> list[list[float]]:
@@ -224,10 +222,6 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
     ):
         with pytest.raises(TrainingError, match=f"{function}.*{message}"):
             advantage_of(f"{__name__}:{function}")(scored_groups([[1.0, 2.0]]))
-
-
-def test_the_documentation_shows_the_example() -> None:
-    assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "losses.md").read_text()
 
 
 @pytest.mark.parametrize("log_ratio", [20.0, 1e4, -1e4])

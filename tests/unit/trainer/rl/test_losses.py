@@ -48,13 +48,6 @@ def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_step(name: str, corr
     assert torch.autograd.grad(parts[-1], data.logprobs_N)[0].abs().sum() == 0
 
 
-def test_weights_at_the_bounds_of_a_mask_are_kept() -> None:
-    tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
-    correction = {"type": "mask", "low": math.exp(-1.0), "high": math.exp(1.0)}
-    _, counts = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
-    assert counts["correction/bounded"] == 0
-
-
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: float) -> None:
@@ -67,12 +60,16 @@ def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: fl
         assert sum(counts.values()) == (gradient.item() == 0.0), ratio
 
 
-def test_an_overflowing_sequence_weight_is_bounded_not_nan() -> None:
+def test_an_overflowing_sequence_weight_is_bounded_and_weights_at_the_bounds_of_a_mask_are_kept() -> None:
     tokens = [{"sampler": -400.0, "old": -1.0, "new": -1.0, "advantage": 1.0}] * 3
     for kind, expected in (("truncate", -2.0), ("mask", 0.0)):
         correction = {"type": kind, "level": "sequence"}
         loss, _ = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens], dtype=torch.float32))
         assert loss.item() == pytest.approx(expected)
+    tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
+    correction = {"type": "mask", "low": math.exp(-1.0), "high": math.exp(1.0)}
+    _, counts = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
+    assert counts["correction/bounded"] == 0
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

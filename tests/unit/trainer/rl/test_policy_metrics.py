@@ -127,17 +127,14 @@ def test_a_condition_is_told_once_until_it_has_ended(name: str, of: str, values:
     assert [place for place, _ in told] == at
 
 
-def test_the_loss_of_a_policy_is_no_sign() -> None:
-    watch = DivergenceWatch()
-    assert not any(watch.check({"loss": loss, "mismatch_kl": 0.1}) for loss in (0.1, 5.0, 5.0, 5.0))
-
-
-def test_a_warning_in_short_is_what_was_found() -> None:
+def test_a_warning_in_short_is_what_was_found_and_the_loss_of_a_policy_is_no_sign() -> None:
     watch = DivergenceWatch()
     (said,) = [text for norm in (2.5, 5000.0) for text in watch.check({"grad_norm": norm})]
     assert finding_of(said) == "the gradient norm is 5e+03, and 2.5 was usual"
     (said,) = DivergenceWatch().check({"rollout/truncated": 1.0})
     assert finding_of(said) == "all answers of the batch ended at a token limit, none by itself"
+    watch = DivergenceWatch()
+    assert not any(watch.check({"loss": loss, "mismatch_kl": 0.1}) for loss in (0.1, 5.0, 5.0, 5.0))
 
 
 CONFIG = AlertsConfig(window=4)

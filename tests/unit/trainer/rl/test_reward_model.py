@@ -52,15 +52,12 @@ def test_it_is_frozen_and_moves_no_generator(directory: Path, tiny_model: Models
     assert not model.model.training and not any(p.requires_grad for p in model.model.parameters())
 
 
-def test_a_language_model_is_no_reward_model(tiny_model: Models, mesh: Mesh) -> None:
-    with pytest.raises(DataError, match="a language model without a score. Train one with `reward-model`"):
-        RewardModel(str(tiny_model()), policy_config(tiny_model), mesh)
-
-
-def test_another_tokenizer_is_refused(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
+def test_another_tokenizer_and_a_language_model_are_refused(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
     other = copy_with_other_tokens(directory, directory.with_name("other"))
     with pytest.raises(DataError, match="has another tokenizer .*: 2 tokens differ, such as 'a'"):
         RewardModel(str(other), policy_config(tiny_model), mesh)
+    with pytest.raises(DataError, match="a language model without a score. Train one with `reward-model`"):
+        RewardModel(str(tiny_model()), policy_config(tiny_model), mesh)
 
 
 @pytest.mark.parametrize(
