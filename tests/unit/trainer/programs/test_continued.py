@@ -66,28 +66,24 @@ def test_a_fork_goes_on_as_the_other_run_did_bit_for_bit(
     assert straight.committed_steps() == [HALF, STEPS]
 
 
-def test_more_steps_stretch_the_schedule_and_the_command_says_so(
-    straight: RunDir, sft: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_end", [False, True])
+def test_more_steps_stretch_a_schedule_without_an_end_of_its_own_and_the_command_says_so(
+    has_end: bool, straight: RunDir, sft: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ckpt = {"resume_dir": straight.checkpoint(HALF)}
-    run_dir = train("sft", tmp_path / "longer", sft | {"ckpt": ckpt}, until=STEPS + 1)
+    own = {"ckpt": {"resume_dir": straight.checkpoint(HALF)}}
+    own |= {"optim": SCHEDULE | {"schedule_steps": STEPS}} if has_end else {}
+    run_dir = train("sft", tmp_path / "longer", sft | own, until=STEPS + 1)
+    out, rates = capsys.readouterr().out, column(straight, "lr")
+    if has_end:
+        assert column(run_dir, "lr") == [*rates[HALF:], rates[-1]] and rates[-1] > 0
+        assert column(run_dir, "loss")[:-1] == column(straight, "loss")[HALF:]
+        assert "schedule now ends" not in out
+        return
     cosine = OptimConfig.model_validate(SCHEDULE)
     expected = [learning_rate(step, cosine, STEPS + 1) for step in range(HALF + 1, STEPS + 2)]
     assert column(run_dir, "lr") == pytest.approx(expected, rel=1e-7)
-    out = capsys.readouterr().out
     assert "the cosine schedule now ends at step 9 instead of 8: the learning rate of step 6 is" in out
     assert "max_steps: 8 -> 9" in out
-
-
-def test_a_schedule_with_its_own_end_goes_on_as_it_was(
-    straight: RunDir, sft: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = {"ckpt": {"resume_dir": straight.checkpoint(HALF)}, "optim": SCHEDULE | {"schedule_steps": STEPS}}
-    run_dir = train("sft", tmp_path / "fixed", sft | own, until=STEPS + 1)
-    rates = column(straight, "lr")
-    assert column(run_dir, "lr") == [*rates[HALF:], rates[-1]] and rates[-1] > 0
-    assert column(run_dir, "loss")[:-1] == column(straight, "loss")[HALF:]
-    assert "schedule now ends" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "weights"])
