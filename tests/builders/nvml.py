@@ -11,7 +11,6 @@ _SOURCE = Path(__file__).with_suffix(".c")
 
 @functools.cache
 def library() -> Path:
-    """Return the library, which is compiled once."""
     # Beside the caches of the tests, which are removed at their end.
     directory = Path(tempfile.mkdtemp(prefix="made-up-nvml-", dir=Path(os.environ["HOLDFAST_CACHE"]).parent))
     path = directory / "libnvidia-ml.so.1"

@@ -73,7 +73,6 @@ def _state() -> dict[str, list[int]]:
 
 
 def end() -> None:
-    """Leave the environment as it was."""
     _PTH.unlink(missing_ok=True)
 
 

@@ -48,7 +48,6 @@ class Step:
         return values_BT[self.mask_BT]
 
     def for_trl(self) -> dict[str, Tensor]:
-        """Return the input of TRL's `_compute_loss`."""
         mask_BT = self.mask_BT.long()
         return {
             "prompt_ids": torch.full((len(mask_BT), 1), 5),

@@ -103,7 +103,6 @@ class Commands:
         return self._server.fork("tests.forking.commands:be_module", log, argv=words, fault=fault, at_end=at_end)
 
     def call(self, function: str, log: Path, **arguments: str) -> Fork:
-        """Call `module:function` in a process; return when that is there."""
         require("launch")
         return self._server.fork(function, log, **arguments)
 
@@ -121,7 +120,6 @@ class Commands:
 
 @functools.cache
 def shared_commands() -> Commands:
-    """Return the one of this process; it starts importing at the first call."""
     commands = Commands()
     atexit.register(commands.close)
     return commands
@@ -137,7 +135,6 @@ def prepare() -> None:
 
 
 def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, until: Until, engine: Engine) -> None:
-    """In a child: be the console script `program`."""
     import holdfast.launcher.launch
     from holdfast import cli
 
@@ -152,7 +149,6 @@ def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, un
 
 
 def be_module(argv: list[str], fault: str, at_end: str) -> None:
-    """In a child: be `python -m ARGV`."""
     names: dict[str, Any] = {}
     exec(fault, names)
     try:

@@ -131,7 +131,6 @@ def config_of(
 def start_server(
     engine: Engine, config: InferenceConfig, log_path: Path, *, env: Mapping[str, str] | None = None, **options: Any
 ) -> ServerHandle:
-    """Start a server of either kind; see `Engines.start`."""
     if engine == "vllm":
         return shared_engines().start(config, log_path, env=env, **options)
     # It ends with this process, as if this were its launcher.
@@ -151,7 +150,6 @@ def _write_arguments(config: InferenceConfig, log_path: Path, owner: Path | None
 
 @functools.cache
 def shared_engines() -> Engines:
-    """Return the one of this process; it starts importing at the first call."""
     engines = Engines()
     atexit.register(engines.close)
     return engines
@@ -172,6 +170,5 @@ def prepare() -> None:
 
 
 def be_server(arguments: list[str], sabotage: str) -> None:
-    """In a child: be `python -m holdfast.inference.main ARGUMENTS`."""
     exec(sabotage, {})
     run_module(["holdfast.inference.main", *arguments])

@@ -24,7 +24,6 @@ def table(lines: list[str]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Return pytest's exit code; 2 without a GPU."""
     if not torch.cuda.is_available():
         print("error: torch finds no GPU here, and these checks need one", file=sys.stderr)
         return 2

@@ -20,7 +20,6 @@ from tests.runs.training import PAIRS, LiveRun, SftRun, run_command, succeeded
 
 
 def digest(run: SftRun, step: int) -> str:
-    """Return the SHA-256 of the published weights."""
     return hashlib.sha256(run.weights(step)).hexdigest()
 
 
@@ -114,7 +113,6 @@ def preferences(place: Place, *, steps: int = 5) -> None:
 
 
 def _pretrained(place: Place) -> Path:
-    """Return the directory of a tiny model with weights."""
     directory = place.folder / "pretrained"
     if not directory.exists():
         directory.mkdir()

@@ -50,7 +50,6 @@ _CORPUS = [
 
 
 def make_tokenizer(kind: str, template: str, *, adds_bos: bool) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of transformers, see `make_backend`."""
     from transformers import PreTrainedTokenizerFast
 
     backend = make_backend(kind, adds_bos=adds_bos)

@@ -126,7 +126,6 @@ def reference_outcome(
 def trainer_outcome(
     policy: Policy, samples: Sequence[Sample], *, pack: bool, budget: int, share: bool = False
 ) -> Outcome:
-    """Return what the trainer's forward passes give."""
     policy.zero_grad(set_to_none=True)
     arrangement = policy.layout.arrangement(pack=pack)
     total, loss_sum = sum(sample.num_targets for sample in samples), 0.0

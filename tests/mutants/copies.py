@@ -41,8 +41,6 @@ for line in sys.stdin:
 
 
 class Copy:
-    """One copy, in a directory of its own."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         listed = subprocess.run(

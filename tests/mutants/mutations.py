@@ -68,7 +68,6 @@ def _computing(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changes(node: ast.AST, data: bytes, span: Callable[[ast.AST], tuple[int, int]]) -> Iterator[tuple[int, int, str]]:
-    """Yield begin, end and replacement of each change of one node."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
             yield span(left)[1], span(right)[0], f" {_COMPARISONS[type(operator)]} "

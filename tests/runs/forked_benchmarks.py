@@ -58,7 +58,6 @@ def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[s
 
 
 def _be(command: list[str], descriptors: dict[int, int]) -> NoReturn:
-    """In a child: be the command."""
     die_with_parent()
     for target, source in {0: os.open(os.devnull, os.O_RDONLY), **descriptors}.items():
         os.dup2(source, target)

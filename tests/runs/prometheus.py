@@ -13,8 +13,6 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True)
 class Scrape:
-    """Labels and value of each sample, by name."""
-
     samples: Mapping[str, list[tuple[dict[str, str], float]]]
 
     def value(self, name: str, **labels: str) -> float:

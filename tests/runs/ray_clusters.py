@@ -37,7 +37,6 @@ class RayNodes:
         self._ask(f"remove {node}")
 
     def add(self, node: int) -> None:
-        """Start a node, or bring it back."""
         self._ask(f"add {node}")
 
     def _ask(self, words: str) -> None:

@@ -255,7 +255,6 @@ def outcome(run_dir: RunDir, step: int) -> Outcome:
 
 
 def assert_same(actual: Outcome, expected: Outcome) -> None:
-    """Fail with the names of what differs."""
     for kind in ("weights", "tensors", "trainer_state"):
         mine, theirs = getattr(actual, kind), getattr(expected, kind)
         assert mine.keys() == theirs.keys()

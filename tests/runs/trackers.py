@@ -71,7 +71,6 @@ class TrackedDirectory:
         return TrackingProcess(argv, self.run_dir.path / f"{tracker}.log", {**os.environ, **self.environment})
 
     def sent(self, tracker: str) -> int:
-        """The step that the cursor of a tracker is at."""
         path = self.run_dir.tracking / f"{tracker}.json"
         return json.loads(path.read_bytes())["step"] if path.exists() else 0
 
@@ -114,7 +113,6 @@ class TrackedDirectory:
 
 
 def note_sent(run_dir: RunDir, tracker: str, step: int) -> None:
-    """Note that a tracker has everything up to `step`."""
     cursor = take_cursor(run_dir, tracker)
     cursor.step = step
     cursor.write(run_dir, tracker)

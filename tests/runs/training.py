@@ -44,7 +44,6 @@ class SftRun:
         return [line[name] for line in read_metrics(self.run_dir.metrics) if name in line]
 
     def weights(self, step: int) -> bytes:
-        """The published weights of `step`, as they lie on disk."""
         return (self.run_dir.weights_of(step) / "model.safetensors").read_bytes()
 
 
@@ -143,7 +142,6 @@ class LiveRun:
         return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of the ranks: forked children of the trainer."""
         (trainer,) = psutil.Process(self.process.pid).children()
         return [child for child in trainer.children() if command_line(child) == trainer.cmdline()]
 

@@ -72,7 +72,6 @@ class Nodes:
         return self._threads.submit(group.gather, pause, self.said.append)
 
     def begin(self, leader: NodeGroup, other: NodeGroup, *, number: int = 1) -> tuple[NodePart, NodePart]:
-        """Bring both into attempt `number`."""
         joining = self.gather(other)
         assert self.gather(leader).result(HANG_S) is None
         if not self.run_dir.holds_run():

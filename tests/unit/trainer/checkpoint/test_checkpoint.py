@@ -29,7 +29,6 @@ from tests.runs.processes import HANG_S
 
 
 def save(run_dir: RunDir, state: TrainState, **options: Any) -> Path:
-    """Save one step to its end."""
     with Checkpointer(run_dir.checkpoints, state) as checkpointer:
         checkpointer.save(state.progress.step, **options)
     return run_dir.checkpoint(state.progress.step)

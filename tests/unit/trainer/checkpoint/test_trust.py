@@ -38,12 +38,10 @@ Read = Callable[[Path], object]
 
 
 def read_names(directory: Path) -> object:
-    """List the tensors of the directory."""
     return IndexReader(directory).only_tensors()
 
 
 def load_weights(directory: Path) -> object:
-    """Fill a model from the directory."""
     return load_weights_only({"weight": torch.zeros(2)}, directory)
 
 

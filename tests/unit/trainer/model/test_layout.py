@@ -45,8 +45,6 @@ class Flat(PreTrainedModel):
 
 
 class WithFlat(PreTrainedModel):
-    """A model around one."""
-
     config_class = LlamaConfig
     base_model_prefix = "model"
 

@@ -179,12 +179,8 @@ def test_several_labels_and_a_missing_head_are_refused(tiny_model: Models, mesh:
 
 
 BERT = {
-    "is_decoder": True,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
+    "is_decoder": True, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,6 @@ class Programs:
         return self._files.get(value, value) if isinstance(value, str) else value
 
     def half(self, name: str) -> RunDir:
-        """Return the run of a case until step 5."""
         if name not in self._halves:
             output = self._home / f"half of {name}"
             self._halves[name] = train(CASES[name].program, output, self.settings(name), until=HALF)

@@ -68,7 +68,6 @@ def prepared(
 
 
 def run_prepared(config: TrainingCommand) -> None:
-    """Train as a rank does."""
     importlib.import_module(f"holdfast.trainer.programs.{config.program.replace('-', '_')}").run(config)
 
 
@@ -151,14 +150,11 @@ def _rollouts(step: int) -> list[Rollout]:
         answer = [*(generator.randrange(5, 90) for _ in range(generator.randint(2, 6))), 3]
         found.append(
             Rollout(
-                environment="letters",
-                task_id=_GROUPS * (step - 1) + task,
-                sample_index=index,
-                token_ids=TokenIds([4, 5 + task, *answer]),
-                loss_mask=LossMask([False, False, *[True] * len(answer)]),
+                environment="letters", task_id=_GROUPS * (step - 1) + task, sample_index=index,
+                token_ids=TokenIds([4, 5 + task, *answer]), loss_mask=LossMask([False, False, *[True] * len(answer)]),
                 logprobs=Logprobs([0.0, 0.0, *(generator.uniform(-6, -4) for _ in answer)]),
                 versions=[VersionSpan(step - 1, 2, 2 + len(answer))],
                 reward=generator.choice((0.0, 0.5, 1.0)) + 0.01 * index,
             )
-        )
+        )  # fmt: skip
     return found
