@@ -1,6 +1,4 @@
-"""TRL's own trainers on a tiny model, given the tensors of a test; imported by the fixture `trl_trainers`, for TRL
-takes seconds. Shapes: B sequences, T tokens of the longest completion.
-"""
+"""TRL's own trainers on a tiny model, given a test's tensors: B sequences, T tokens; imported by `trl_trainers`."""
 
 from pathlib import Path
 from typing import Any

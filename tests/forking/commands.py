@@ -1,7 +1,4 @@
-"""Real commands and modules in a fraction of a second: launcher, trainer and ranks in processes of their own, forked.
-`shared_commands().sft(output, model, data, "--max-steps", "6").wait()` has `code` and `log`. A fault is Python source
-that runs in one of them first: the product has no hooks.
-"""
+"""Real commands and modules, forked: `shared_commands().sft(output, model, data, …).wait()` has `code` and `log`."""
 
 import atexit
 import functools

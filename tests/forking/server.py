@@ -110,9 +110,7 @@ class ForkServer:
             self._write({"prepare": function})
 
     def fork(self, function: str, log: Path, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Fork:
-        """Call a function, `module:function`, in a child with what JSON can say; return when the child is there.
-        `environment`: as it is to be, but for what the server's imports have set; by default as it is here.
-        """
+        """Call `module:function` in a child with what JSON can say. `environment`: by default that of here."""
         wanted = os.environ if environment is None else environment
         gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - wanted.keys())
         changed = {name: value for name, value in wanted.items() if self._environment.get(name) != value}

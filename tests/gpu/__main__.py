@@ -1,6 +1,4 @@
-"""Run the checks on this machine's GPU, and print the table of docs/developing.md: `python -m tests.gpu [-k
-attention]`. It needs torch, transformers, what the trainer imports, and pytest; neither vLLM nor pytest's plugins.
-"""
+"""Run the checks on this machine's GPU, and print the table of docs/developing.md: `python -m tests.gpu [-k …]`."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""Families through `rl`: publish changed weights, have vLLM sample by them, and compare with the trainer. `python -m
-tests.models.families_in_rl [NAME ...]` measures them and writes `tests/models/families_in_rl.json`, which
-docs/models.md shows.
-"""
+"""Families through `rl`, as vLLM samples them. `python -m tests.models.families_in_rl [NAME ...]` measures them."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""Two real ranks that save and load together, through all scenarios: `python -m tests.ranks.checkpoints DIRECTORY`.
-`DIRECTORY/one` is a checkpoint of `make_objects` saved by one process beforehand.
-"""
+"""Two real ranks that save and load: `python -m tests.ranks.checkpoints DIRECTORY`, with a checkpoint in its `one`."""
 
 import errno
 from collections.abc import Callable

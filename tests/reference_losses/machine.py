@@ -1,6 +1,4 @@
-"""What the numbers of a run depend on beside the code: versions, and the kernels that torch takes here. Nobody lists
-those, so the bits of a small computation are digested; machines with one digest compute alike.
-"""
+"""What a run's numbers depend on beside the code: versions, and torch's kernels, by the bits of a small computation."""
 
 import functools
 import hashlib

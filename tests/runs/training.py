@@ -83,10 +83,7 @@ def run_sft(output: Path, model: Path, data: Path, *flags: str, starts_python: b
 
 
 def run_command(command: list[str], output: Path, *, starts_python: bool = False) -> SftRun:
-    """Run a command that trains to its end. `command`: the path of the command, and its flags. `output`: the directory
-    of its run. `starts_python`: start the processes as a user does, which imports torch; otherwise they are forked from
-    one that has done so, see `forking.popen`.
-    """
+    """Run a command that trains in `output` to its end. `starts_python`: as a user does, not forked."""
     if not starts_python:
         from tests.forking.commands import shared_commands
 

@@ -37,10 +37,7 @@ Resume = int | Literal["latest", "auto"] | None
 
 
 def train(program: str, output: Path, settings: Mapping[str, Any], *, until: int, resume: Resume = None) -> RunDir:
-    """Train until the step `until`, which is saved, and return the directory of the run. `settings`: of the program.
-    Those of its checkpoints come on top of a save at the end. `resume`: the committed step that new objects resume
-    from; a number where there are several ranks.
-    """
+    """Train until the step `until`, which is saved, from `resume` in new objects; return the directory of the run."""
     run_prepared(prepared(program, output, settings, until=until, resume=resume))
     return RunDir(output)
 
