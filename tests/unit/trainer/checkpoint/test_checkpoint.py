@@ -229,9 +229,6 @@ def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(
     got = draw()
     seed_everything(0, step=1, rank=mesh.rank)
     assert draw() == got
-
-
-def test_seeds_differ_by_seed_step_and_rank() -> None:
     drawn = []
     for seed, step, rank in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
         seed_everything(seed, step=step, rank=rank)

@@ -217,11 +217,15 @@ def test_a_step_that_exists_is_not_written_over(make_state: MakeState, run_dir: 
     assert same(loaded(run_dir, make_state, 1), saved)
 
 
-def test_state_that_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> None:
+def test_state_that_cannot_be_saved_is_refused_at_the_call_and_counters_that_cannot_be_read(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, {"counters": {"step": object()}}) as checkpointer:
         with pytest.raises(CheckpointError, match="counters.step is a object"):
             checkpointer.save(1)
         assert checkpointer.in_flight is None
+    for _ in range(2):  # first they are missing
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/progress.json cannot be read"):
+            commit.read_values(tmp_path)
+        (tmp_path / "progress.json").write_bytes(b"{")
 
 
 def test_a_save_leaves_the_gpus_alone(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,13 +408,6 @@ def test_leftovers_of_a_killed_save_are_replaced_and_no_part_of_the_next(
     (left / "torn").touch()
     commit._make_empty(left)
     assert [path.name for path in left.rglob("*")] == [TRAINER_DIR]
-
-
-def test_counters_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    for _ in range(2):  # first they are missing
-        with pytest.raises(CheckpointError, match=f"{tmp_path}/progress.json cannot be read"):
-            commit.read_values(tmp_path)
-        (tmp_path / "progress.json").write_bytes(b"{")
 
 
 def test_a_collective_that_fails_says_what_that_means() -> None:

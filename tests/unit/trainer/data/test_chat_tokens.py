@@ -259,14 +259,7 @@ _GLM_4 = """{% for message in messages %}{{ '<|' + message.role + '|>' + message
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_token_behind_white_space_that_closes_a_turn_stops_sampling(kind: str) -> None:
-    template = "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} \n<|end|>{% endfor %}"
-    ours = chat_tokenizer(make_tokenizer(kind, template, adds_bos=True))
-    assert ours.encode("<|end|>")[-1] in ours.stop_token_ids and len(ours.stop_token_ids) == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_turn_that_the_policy_closed_is_not_closed_again(kind: str) -> None:
+def test_a_turn_that_the_policy_closed_is_not_closed_again_and_what_closes_it_stops_sampling(kind: str) -> None:
     """Llama 2 writes a blank before the token that closes a turn, which the policy need not sample."""
     ours = chat_tokenizer(make_tokenizer(kind, _LLAMA_2, adds_bos=True))
     closed = ours.continuation([{"role": "user", "content": "The dog"}], last_token_id=ours.eos_token_id or 0)
@@ -274,6 +267,9 @@ def test_a_turn_that_the_policy_closed_is_not_closed_again(kind: str) -> None:
     assert ours.decode(closed, skip_special_tokens=False).lstrip().startswith("<s>")
     still_open = ours.continuation([{"role": "user", "content": "The dog"}], last_token_id=ours.encode("dog")[-1])
     assert still_open.count(ours.eos_token_id or 0) == 1 and still_open[-len(closed) :] == closed
+    template = "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} \n<|end|>{% endfor %}"
+    ours = chat_tokenizer(make_tokenizer(kind, template, adds_bos=True))
+    assert ours.encode("<|end|>")[-1] in ours.stop_token_ids and len(ours.stop_token_ids) == 2
 
 
 def test_what_a_template_would_leave_out_of_a_session_is_refused_or_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -304,7 +300,7 @@ def test_a_template_that_writes_the_date_writes_that_of_its_run_and_is_told_once
     assert ours.render([{"role": "user", "content": "a"}], open_turn=False) == "Of 1971. a"
 
 
-def test_a_tokenizer_without_a_template_or_the_one_that_is_needed() -> None:
+def test_a_tokenizer_without_a_template_or_a_fast_backend() -> None:
     backend = make_tokenizer("byte-level", "", adds_bos=False).backend_tokenizer
     plain = Tokenizer(backend, name="plain", templates=None, special={})
     assert (plain.stop_token_ids, encode_text("a", plain).ids) == ([], plain.encode("a")), "no token ends a text"
@@ -312,6 +308,12 @@ def test_a_tokenizer_without_a_template_or_the_one_that_is_needed() -> None:
     assert several.template(TOOLS).source == "a"
     with pytest.raises(ConfigError, match=r"several chat templates and none is named `default`: rag, tool_use\. Name"):
         several.template()
+
+    class Slow:
+        name_or_path = "a/model"
+
+    with pytest.raises(DataError, match="the tokenizer 'a/model' is a Slow, which has no tokenizer.json"):
+        chat_tokenizer(Slow())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -342,14 +344,6 @@ def test_a_tokenizer_that_ends_texts_or_chats_in_another_way_is_refused_by_rl(tm
         setattr(theirs, name, value)
         with pytest.raises(ConfigError, match=said):
             check_same_tokens(theirs, str(tmp_path))
-
-
-def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
-    class Slow:
-        name_or_path = "a/model"
-
-    with pytest.raises(DataError, match="the tokenizer 'a/model' is a Slow, which has no tokenizer.json"):
-        chat_tokenizer(Slow())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("template", WITH_TOOLS)

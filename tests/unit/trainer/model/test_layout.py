@@ -220,7 +220,7 @@ def test_the_death_of_another_rank_in_a_forward_pass_is_no_fault_of_the_model(hf
             raise error
 
 
-def test_the_cost_of_attention_is_that_of_its_floating_point_operations(hf_model: PreTrainedModel) -> None:
+def test_the_cost_of_attention_is_what_it_computes(hf_model: PreTrainedModel, tiny_model: Models, mesh: Mesh) -> None:
     config = hf_model.config
     matrices = sum(p.numel() for name, p in hf_model.named_parameters() if "embed_tokens" not in name)
     if config.tie_word_embeddings:
@@ -233,9 +233,6 @@ def test_the_cost_of_attention_is_that_of_its_floating_point_operations(hf_model
     assert found.cost(length) / length == pytest.approx(1 + within / outside)
     hf_model.config = PreTrainedConfig()  # which does not say how large anything is
     assert pair_cost(hf_model) == 0
-
-
-def test_a_model_that_is_built_knows_what_its_attention_costs(tiny_model: Models, mesh: Mesh) -> None:
     policy = build_policy(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)
     assert policy.layout.cost(10) > 10
     scalar = build_scalar_model(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)

@@ -247,12 +247,6 @@ def test_equal_and_extreme_logits_give_numbers(scale: float, sampling: Sampling)
     assert (logprobs <= 0).all() and (entropy >= 0).all()
 
 
-def test_cut_tokens_weigh_nothing_however_low_the_others_are() -> None:
-    logits_CV = torch.arange(W).remainder(5).float().repeat(W, 1)
-    found = [read(logits_CV + shift, list(range(W)), Sampling(top_p=0.5)) for shift in (0.0, -30_000.0)]
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_tokens_at_a_border_stay_but_for_those_that_top_p_needs_not() -> None:
     """Of equally likely ones: all that reach `min_p`, all that are as likely as number k, the fewest with the mass."""
     logits_CV = torch.zeros(4, 4)
@@ -268,12 +262,15 @@ def test_tokens_at_a_border_stay_but_for_those_that_top_p_needs_not() -> None:
     assert sorted(sizes(Sampling(top_p=0.51))) == [3, 3, 3, 4]
 
 
-def test_a_target_at_the_border_has_one_log_probability_on_both_sides() -> None:
+def test_a_target_at_the_border_has_one_log_probability_and_cut_tokens_weigh_nothing() -> None:
     """Whether rounding cuts the target or not makes no difference."""
     logits = torch.tensor([2.0, 1.0, 0.0, *[-1.0] * (W - 3)])
     first_two = float(logits.softmax(-1)[:2].sum())
     found = [read(logits[None], [2], Sampling(top_p=first_two + nudge))[0].item() for nudge in (-1e-4, 1e-4)]
     assert found[0] == found[1] == pytest.approx(logits[:3].log_softmax(-1)[2].item(), abs=1e-6)
+    logits_CV = torch.arange(W).remainder(5).float().repeat(W, 1)
+    found = [read(logits_CV + shift, list(range(W)), Sampling(top_p=0.5)) for shift in (0.0, -30_000.0)]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_how_people_write_it() -> None:

@@ -204,7 +204,7 @@ def step_of(model: ScalarModel, mesh: Mesh, pairs: list[Pair], **data: Any) -> t
     return metrics, taken_gradients(model)
 
 
-def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, mesh: Mesh) -> None:
+def test_a_step_is_what_transformers_and_the_formula_give_however_it_is_split(model: ScalarModel, mesh: Mesh) -> None:
     pairs = ragged_pairs(5, margin=0.3)
     metrics, got = step_of(model, mesh, pairs)
     rewards_P2 = torch.stack([
@@ -223,9 +223,6 @@ def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, me
         "rewards/mean": rewards_P2.mean().item(), "rewards/std": rewards_P2.std(correction=0).item(),
     }  # fmt: skip
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_a_step_is_the_same_however_it_is_split(model: ScalarModel, mesh: Mesh) -> None:
     metrics = check_splits(partial(step_of, model, mesh, ragged_pairs(12, margin=0.3)), rel=1e-4)
     assert 0 < metrics["rewards/accuracies"] < 1
 

@@ -27,13 +27,21 @@ from tests.builders.slow_advantages import by_token, random_groups
 from tests.conftest import ROOT
 
 
-def test_a_group_of_one_has_no_others_and_what_cannot_be_computed_is_refused() -> None:
+def test_a_group_of_one_has_no_others_and_is_refused_where_rollouts_are_compared() -> None:
     assert grpo([0.1]) == dr_grpo([0.1]) == rloo([0.1]) == max_rl([0.1]) == [0.0]
     assert opo([1.0, 0.0], [0, 0]) == [0.0, 0.0]
     with pytest.raises(TrainingError, match="at least 0, got -0.5"):
         max_rl([1.0, -0.5])
     with pytest.raises(TrainingError, match="the best of advantage_k = 4 rollouts, and a problem has 3"):
         pass_at_k([0.0, 1.0, 0.0], k=4)
+    assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*REWARD_ADVANTAGES, *MODEL_ADVANTAGES}
+    groups = scored_groups([[1.0, 2.0], [3.0]])
+    for name in GROUP_ADVANTAGES:
+        with pytest.raises(TrainingError, match="task 1 of environment 'e' has a single one.*reinforce_pp, gae"):
+            require_siblings(groups, name)
+        require_siblings(groups[:1], name)
+    for name in (*SINGLE_ADVANTAGES, "own:advantage"):
+        require_siblings(groups, name)
 
 
 @pytest.mark.parametrize("name", REWARD_ADVANTAGES)
@@ -133,17 +141,6 @@ def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
         groups = random_groups(3)
         masked = [[replace(one, is_trained=number != 1) for number, one in enumerate(group)] for group in groups]
         assert by_token(name, groups) == by_token(name, masked)
-
-
-def test_a_group_of_one_is_refused_where_rollouts_are_compared() -> None:
-    assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*REWARD_ADVANTAGES, *MODEL_ADVANTAGES}
-    groups = scored_groups([[1.0, 2.0], [3.0]])
-    for name in GROUP_ADVANTAGES:
-        with pytest.raises(TrainingError, match="task 1 of environment 'e' has a single one.*reinforce_pp, gae"):
-            require_siblings(groups, name)
-        require_siblings(groups[:1], name)
-    for name in (*SINGLE_ADVANTAGES, "own:advantage"):
-        require_siblings(groups, name)
 
 
 def rollout(task_id: int, reward: float) -> Rollout:

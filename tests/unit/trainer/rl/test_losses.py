@@ -268,16 +268,13 @@ def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregatio
 STEERED = EntropyConfig(coef=0.01, target=0.5, step_size=0.004, largest=0.02)
 
 
-def test_a_fixed_bonus_stays_and_a_configured_largest_bonus_wins_over_the_checkpoint() -> None:
+def test_a_fixed_bonus_stays_and_a_steered_one_is_that_of_the_slow_one_up_to_the_largest() -> None:
     coefficient = EntropyCoefficient(EntropyConfig(coef=0.3))
     coefficient.update(0.0)
     assert coefficient.coef == 0.3 and coefficient.tensors() == {}
     lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
     lower.restore({"steered": 0.02, "last": 0.1})
     assert lower.coef == 0.001
-
-
-def test_a_steered_bonus_is_that_of_the_slow_one() -> None:
     generator = random.Random(0)
     coefficient, expected, last = EntropyCoefficient(STEERED), 0.01, None
     for _ in range(200):

@@ -137,13 +137,17 @@ def test_answers_share_prompts_while_ranks_stay_busy(sizes: tuple[int, ...], num
     assert [tokens_of(samples, row) for rank in plan for row in rank] == tokens
 
 
-def test_groups_are_divided_where_whole_ones_leave_half_of_their_rows_empty() -> None:
+def test_groups_are_divided_by_rows_and_by_what_a_shared_prompt_costs() -> None:
     samples = make_groups((11, 11, 11), prompt=4, answer=20)
     (whole, halves) = (
         plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=1)[0] for row_tokens in (230, 400)
     )
     assert [len(row) for row in whole] == [11] * 3
     assert len(halves) == 2 and sorted(index for row in halves for index in row) == list(range(33))
+    samples = make_groups((8,), prompt=100, answer=5) + make_groups((8,), prompt=20, answer=40)
+    layout = replace(SHARES, pair_cost=1.0)
+    plan = plan_shared_prompts(samples, row_tokens=1000, layout=layout, num_ranks=2)
+    assert sorted(row for rank in plan for row in rank) == [list(range(8)), list(range(8, 16))]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -171,13 +175,6 @@ def test_a_prompt_that_almost_fills_a_row_is_computed_again_for_each_answer(row_
     times = (tokens - 8 * 500) // 4000
     (line,) = _shared_prompts(config, orchestrator)
     assert f"computed {times} times" in line.replace("once for", "1 times for")
-
-
-def test_a_shared_prompt_attends_to_itself_once_and_costs_as_much() -> None:
-    samples = make_groups((8,), prompt=100, answer=5) + make_groups((8,), prompt=20, answer=40)
-    layout = replace(SHARES, pair_cost=1.0)
-    plan = plan_shared_prompts(samples, row_tokens=1000, layout=layout, num_ranks=2)
-    assert sorted(row for rank in plan for row in rank) == [list(range(8)), list(range(8, 16))]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
