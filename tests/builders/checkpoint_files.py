@@ -38,7 +38,6 @@ def write_weights(run_dir: RunDir, version: int, *, content: str = "") -> Path:
 
 
 def flip(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

@@ -1,6 +1,4 @@
-"""A made-up NVML, a driver's library that says how many GPUs there are: what asks it, from `pynvml` to `dlopen`, is
-real.
-"""
+"""A made-up NVML, a driver's library that says how many GPUs there are: what asks it is real."""
 
 import functools
 import os
@@ -13,7 +11,6 @@ _SOURCE = Path(__file__).with_suffix(".c")
 
 @functools.cache
 def library() -> Path:
-    """Return the library, which is compiled once."""
     # Beside the caches of the tests, which are removed at their end.
     directory = Path(tempfile.mkdtemp(prefix="made-up-nvml-", dir=Path(os.environ["HOLDFAST_CACHE"]).parent))
     path = directory / "libnvidia-ml.so.1"
@@ -27,7 +24,5 @@ def loading() -> str:
 
 
 def machine(gpus: int, *, cuda: int = 13000) -> dict[str, str]:
-    """Return the variables of a machine with so many GPUs; less than 0: its driver cannot say how many. `cuda`: what
-    the driver runs, as NVML says it: 1000 times major, plus 10 times minor.
-    """
+    """Return variables of a machine with so many GPUs, unknown below 0. `cuda`: 1000 times major + 10 times minor."""
     return {"MADE_UP_GPUS": str(gpus), "MADE_UP_CUDA": str(cuda)}

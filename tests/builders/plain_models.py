@@ -1,12 +1,17 @@
 """Tiny model directories without torch: configuration, tokenizer and random weights as Qwen 3 names them."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "base"
 _TINY = {
@@ -38,6 +43,21 @@ def copy_with_other_tokens(model: Path, target: Path) -> Path:
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (target / "tokenizer.json").write_text(json.dumps(content))
     return target
+
+
+def write_reward_model(directory: Path, source: Path, *, num_labels: int = 1, seed: int = 5) -> PreTrainedModel:
+    """Write a reward model of the shape of `source` with a random head, as transformers does, and return it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(source, num_labels=num_labels)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, directory)
+    return model
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

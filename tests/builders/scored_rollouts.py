@@ -32,7 +32,6 @@ def scored_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> ScoredR
 
 
 def scored_groups(rewards_PG: Sequence[Sequence[float]]) -> Groups:
-    """Groups of rollouts of three tokens with these rewards."""
     return [[scored_rollout(reward, task_id=task) for reward in group] for task, group in enumerate(rewards_PG)]
 
 

@@ -18,9 +18,7 @@ BEGIN = 1_800_000_000.0
 def make_run(
     path: Path, *, steps: int = 12, resumed_from: tuple[int, ...] = (), metrics: int = 3, lr: float = 1e-3
 ) -> RunDir:
-    """Return an `rl` run of `steps` steps that was started again behind each of `resumed_from`. `metrics`: how many
-    `custom/N` there are of every step, beside those that all have. `lr`: its setting.
-    """
+    """Return an `rl` run, started again behind each of `resumed_from`. `metrics`: how many `custom/N` it has."""
     run_dir = RunDir(path)
     run_dir.create()
     for number, step in enumerate((None, *resumed_from), start=1):

@@ -57,7 +57,6 @@ def random_groups(
 
 
 def by_token(name: str, groups: Groups, **settings: str) -> list[list[float]]:
-    """What the advantage gives every token."""
     given = [value for group in _advantage_of(name, **settings)(groups) for value in group]
     rollouts = [one for group in groups for one in group]
     return [

@@ -73,14 +73,11 @@ def _state() -> dict[str, list[int]]:
 
 
 def end() -> None:
-    """Leave the environment as it was."""
     _PTH.unlink(missing_ok=True)
 
 
 def report(floor: float) -> int:
-    """Print what was not run; return 1 if that is more than the floor allows. `floor`: of statements and branches
-    together, in percent.
-    """
+    """Print what was not run; return 1 if less than `floor` percent of statements and branches were."""
     marks = (MARKS / "marks").read_bytes()
     points = json.loads((MARKS / "index.json").read_text())["points"]
     first, run, there, excused = 0, 0, 0, 0

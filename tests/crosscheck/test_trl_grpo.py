@@ -48,34 +48,25 @@ class Step:
         return values_BT[self.mask_BT]
 
     def for_trl(self) -> dict[str, Tensor]:
-        """Return the input of TRL's `_compute_loss`."""
         mask_BT = self.mask_BT.long()
         return {
             "prompt_ids": torch.full((len(mask_BT), 1), 5),
-            "prompt_mask": torch.ones(len(mask_BT), 1, dtype=torch.long),
-            "completion_ids": torch.full_like(mask_BT, 7),
-            "completion_mask": mask_BT,
-            "advantages": self.advantages_B,
-            "old_per_token_logps": self.sampler_BT,
-            "ref_per_token_logps": self.reference_BT,
-            "num_items_in_batch": mask_BT.sum(),
-        }
+            "prompt_mask": torch.ones(len(mask_BT), 1, dtype=torch.long), "completion_ids": torch.full_like(mask_BT, 7),
+            "completion_mask": mask_BT, "advantages": self.advantages_B, "old_per_token_logps": self.sampler_BT,
+            "ref_per_token_logps": self.reference_BT, "num_items_in_batch": mask_BT.sum(),
+        }  # fmt: skip
 
     def for_ours(self) -> PolicyLossInput:
         """Return the input of our losses; the log-probabilities are those that `new_BT` holds."""
         lengths_B = self.mask_BT.sum(1)
         sequence_N = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
         return policy_input(
-            self.tokens_of(self.new_BT),
-            old_logprobs_N=self.tokens_of(self.old_BT),
-            sampler_logprobs_N=self.tokens_of(self.sampler_BT),
-            advantages_N=self.advantages_B[sequence_N],
-            weights_N=1 / (len(lengths_B) * lengths_B[sequence_N]).double(),
-            sequence_N=sequence_N,
-            step_sequences=len(lengths_B),
-            step_tokens=int(lengths_B.sum()),
+            self.tokens_of(self.new_BT), old_logprobs_N=self.tokens_of(self.old_BT),
+            sampler_logprobs_N=self.tokens_of(self.sampler_BT), advantages_N=self.advantages_B[sequence_N],
+            weights_N=1 / (len(lengths_B) * lengths_B[sequence_N]).double(), sequence_N=sequence_N,
+            step_sequences=len(lengths_B), step_tokens=int(lengths_B.sum()),
             reference_logprobs_N=self.tokens_of(self.reference_BT),
-        )
+        )  # fmt: skip
 
 
 def random_step(seed: int, *, spread: float = 0.4) -> Step:
@@ -165,13 +156,9 @@ def test_corrections_are_trls(name: str, mode: str, trl_trainers: ModuleType, mo
     low = {"vllm_importance_sampling_clip_min": 0.7} if kind == "mask" else {}
     our_low = {"low": 0.7} if kind == "mask" else {}
     trainer = trl_trainers.grpo_trainer(
-        model,
-        tmp_path,
-        loss_type=name,
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_max=1.5,
+        model, tmp_path, loss_type=name, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=1.5,
         **low,
-    )
+    )  # fmt: skip
     trainer.epsilon_high = 1.5 if name == "cispo" else 0.2
     trainer.use_vllm = True  # set late: the constructor would want a server
     settings: dict[str, Any] = {"clip_high": 0.5} if name == "cispo" else {}
@@ -220,19 +207,16 @@ def flat(groups: list[list[float]]) -> list[float]:
     return [value for group in groups for value in group]
 
 
-def groups_of(values: list[float]) -> list[list[float]]:
-    return [values[start : start + GROUP_SIZE] for start in range(0, len(values), GROUP_SIZE)]
+REWARDS_PG = [[1.0, 0.0, 0.0, 0.5], [2.0, -1.0, 0.25, 7.0]]
 
 
-REWARDS = [1.0, 0.0, 0.0, 0.5, 2.0, -1.0, 0.25, 7.0]
-
-
-def scored_rewards(trainer: Any, rewards: list[float]) -> list[float]:
+def scored_rewards(trainer: Any, rewards_PG: list[list[float]]) -> list[float]:
     """Return the advantages that TRL gives these rewards."""
     step = random_step(0)
-    trainer.completions, trainer.rewards = step.completions, rewards
+    trainer.completions, trainer.rewards = step.completions, flat(rewards_PG)
     trainer.forwards = [step.old_BT]
-    return trainer._generate_and_score_completions([{"prompt": "a"}] * len(rewards))["advantages"].tolist()
+    scored = trainer._generate_and_score_completions([{"prompt": "a"}] * len(trainer.rewards))
+    return scored["advantages"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -246,10 +230,10 @@ def test_group_advantages_are_those_of_trl(
         trainer = trl_trainers.rloo_trainer(model, tmp_path, beta=0.0)
     else:
         trainer = trl_trainers.grpo_trainer(model, tmp_path, scale_rewards=scale)
-    ours = advantage_of(name, **settings)(scored_groups(groups_of(REWARDS)))
+    ours = advantage_of(name, **settings)(scored_groups(REWARDS_PG))
     if name == "grpo":  # TRL adds 1e-4 to the standard deviation, ours adds 1e-6
-        stds = [sample_std(REWARDS if scale == "batch" else group) for group in groups_of(REWARDS)]
+        stds = [sample_std(flat(REWARDS_PG) if scale == "batch" else group) for group in REWARDS_PG]
         ours = [[a * (std + 1e-6) / (std + 1e-4) for a in group] for group, std in zip(ours, stds, strict=True)]
-    assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS), **SCORED)
-    equal = [3.25] * len(REWARDS)
-    assert scored_rewards(trainer, equal) == flat(advantage_of(name, **settings)(scored_groups(groups_of(equal))))
+    assert flat(ours) == pytest.approx(scored_rewards(trainer, REWARDS_PG), **SCORED)
+    equal = [[3.25] * GROUP_SIZE] * 2
+    assert scored_rewards(trainer, equal) == flat(advantage_of(name, **settings)(scored_groups(equal)))

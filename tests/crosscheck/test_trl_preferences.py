@@ -58,12 +58,9 @@ class Answers:
     def for_dpo(self, reference_S: Tensor) -> dict[str, Tensor]:
         chosen_P, rejected_P = reference_S.chunk(2)
         return {
-            "input_ids": self.input_ids_SL,
-            "attention_mask": self.attention_SL,
-            "completion_mask": self.answer_SL,
-            "ref_chosen_logps": chosen_P,
-            "ref_rejected_logps": rejected_P,
-        }
+            "input_ids": self.input_ids_SL, "attention_mask": self.attention_SL, "completion_mask": self.answer_SL,
+            "ref_chosen_logps": chosen_P, "ref_rejected_logps": rejected_P,
+        }  # fmt: skip
 
     def for_cpo(self) -> dict[str, Tensor]:
         labels_SL = self.input_ids_SL.masked_fill(self.answer_SL == 0, -100)
@@ -143,9 +140,7 @@ def test_simpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: P
 
 @pytest.mark.parametrize("lengths", PAIR_LENGTHS, ids=str)
 def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
-    """TRL's likelihood term covers prompts as well and weighs tokens, not answers, alike. So the two are the same for
-    one pair at a time and prompts of one token, which nothing predicts. TRL computes the odds in float32.
-    """
+    """TRL weighs tokens, of prompts too: the same for one pair and prompts of one token. Its odds are in float32."""
     trainer = trl_trainers.preference_trainer("orpo", model, tmp_path, beta=0.3)
     batch = answers([lengths], prompt_tokens=1)
     theirs, metrics = trainer.get_batch_loss_metrics(trainer.model, batch.for_cpo())
@@ -164,16 +159,11 @@ def test_kto_is_trls(drift: float, trl_trainers: ModuleType, model: Path, refere
     with torch.no_grad():
         reference_mismatched_S = mismatched.sums(trainer.model) - drift - reference_S / 50
     inputs = {
-        "input_ids": batch.input_ids_SL,
-        "attention_mask": batch.attention_SL,
-        "completion_mask": batch.answer_SL,
-        "KL_input_ids": mismatched.input_ids_SL,
-        "KL_attention_mask": mismatched.attention_SL,
-        "KL_completion_mask": mismatched.answer_SL,
-        "label": labels_S,
-        "ref_logps": reference_S,
+        "input_ids": batch.input_ids_SL, "attention_mask": batch.attention_SL, "completion_mask": batch.answer_SL,
+        "KL_input_ids": mismatched.input_ids_SL, "KL_attention_mask": mismatched.attention_SL,
+        "KL_completion_mask": mismatched.answer_SL, "label": labels_S, "ref_logps": reference_S,
         "ref_KL_logps": reference_mismatched_S,
-    }
+    }  # fmt: skip
     theirs = trainer._compute_loss(trainer.model, inputs, False)
     with torch.no_grad():
         kl = max(0.0, (mismatched.sums(trainer.model) - reference_mismatched_S).mean().item())

@@ -1,6 +1,4 @@
-"""TRL's own trainers on a tiny model, given the tensors of a test; imported by the fixture `trl_trainers`, for TRL
-takes seconds. Shapes: B sequences, T tokens of the longest completion.
-"""
+"""TRL's own trainers on a tiny model, given a test's tensors: B sequences, T tokens; imported by `trl_trainers`."""
 
 from pathlib import Path
 from typing import Any
@@ -30,21 +28,27 @@ _PREFERENCE = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "
 def plain_settings(output: Path, **settings: Any) -> dict[str, Any]:
     """Return training arguments for one process on the CPU, which reports and saves nothing."""
     return {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "dataloader_pin_memory": False,
-        **settings,
-    }
+        "output_dir": str(output), "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
+        "gradient_checkpointing": False, "save_strategy": "no", "dataloader_pin_memory": False, **settings,
+    }  # fmt: skip
 
 
 def causal_model(directory: Path) -> PreTrainedModel:
     """Load a model in float64, in which TRL then computes as well."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+
+
+def _trainer(
+    classes: Any, model: Any, directory: Path, output: Path, rows: list[Any], settings: dict[str, Any], **more: Any
+) -> Any:
+    """Return a trainer of such classes, about to train `model`, with the tokenizer of `directory`."""
+    kind, config = classes
+    trainer = kind(
+        model=model, args=config(**plain_settings(output, **settings)), train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(directory), **more,
+    )  # fmt: skip
+    trainer.model.train()
+    return trainer
 
 
 class GivenRollouts:
@@ -74,72 +78,43 @@ class GivenRloo(GivenRollouts, RLOOTrainer):
         return [[5]] * len(prompts), self.completions, [""] * len(prompts)
 
 
-def _rl_trainer(kind: Any, config: Any, model: Path, output: Path, settings: dict[str, Any]) -> Any:
-    trainer = kind(
-        model=causal_model(model),
-        reward_funcs=lambda **_: [],
-        args=config(**plain_settings(output, **settings)),
-        train_dataset=Dataset.from_list([{"prompt": "a"}]),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
+def _rl_trainer(classes: Any, model: Path, output: Path, settings: dict[str, Any], group_size: int) -> Any:
+    """Return a trainer whose optimizer step is one micro-batch of one rank."""
+    settings |= {"num_generations": group_size, "per_device_train_batch_size": 2 * group_size}
+    rows, more = [{"prompt": "a"}], {"reward_funcs": lambda **_: []}
+    trainer = _trainer(classes, causal_model(model), model, output, rows, settings, **more)
     trainer.reward_weights = trainer.reward_weights.double()
     trainer.current_gradient_accumulation_steps = 1  # which `transformers.Trainer.train` sets
-    trainer.model.train()
     return trainer
 
 
 def grpo_trainer(model: Path, output: Path, *, group_size: int = 4, **settings: Any) -> GivenGrpo:
-    """Return a GRPOTrainer whose optimizer step is one micro-batch of one rank."""
-    settings |= {"num_generations": group_size, "per_device_train_batch_size": 2 * group_size}
-    return _rl_trainer(GivenGrpo, GRPOConfig, model, output, settings)
+    return _rl_trainer((GivenGrpo, GRPOConfig), model, output, settings, group_size)
 
 
 def rloo_trainer(model: Path, output: Path, *, group_size: int = 4, **settings: Any) -> GivenRloo:
-    """Return an RLOOTrainer whose optimizer step is one micro-batch of one rank."""
-    settings |= {"num_generations": group_size, "per_device_train_batch_size": 2 * group_size}
-    return _rl_trainer(GivenRloo, RLOOConfig, model, output, settings)
+    return _rl_trainer((GivenRloo, RLOOConfig), model, output, settings, group_size)
+
+
+_PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
 
 
 def preference_trainer(kind: str, model: Path, output: Path, **settings: Any) -> Any:
     """Return a trainer of preference pairs: `dpo`, with `model` as its reference too, `cpo` or `orpo`."""
-    trainer_class, config = _PREFERENCE[kind]
-    if kind != "dpo":
-        settings["remove_unused_columns"] = False  # as it asks for
-    trainer = trainer_class(
-        model=causal_model(model),
-        args=config(**plain_settings(output, **settings)),
-        train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        **({"ref_model": causal_model(model)} if kind == "dpo" else {}),
-    )
-    trainer.model.train()
-    return trainer
+    more = {"ref_model": causal_model(model)} if kind == "dpo" else {}
+    settings |= {} if kind == "dpo" else {"remove_unused_columns": False}  # as it asks for
+    return _trainer(_PREFERENCE[kind], causal_model(model), model, output, _PAIRS, settings, **more)
 
 
 def kto_trainer(model: Path, output: Path, **settings: Any) -> KTOTrainer:
     """Return a trainer of labelled answers, which is given what the reference says."""
     settings |= {"precompute_ref_log_probs": True, "train_sampling_strategy": "sequential"}
-    trainer = KTOTrainer(
-        model=causal_model(model),
-        ref_model=causal_model(model),
-        args=KTOConfig(**plain_settings(output, **settings)),
-        train_dataset=Dataset.from_list(
-            [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
-        ),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
-    trainer.model.train()
-    return trainer
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
+    more = {"ref_model": causal_model(model)}
+    return _trainer((KTOTrainer, KTOConfig), causal_model(model), model, output, rows, settings, **more)
 
 
 def reward_trainer(model: Path, output: Path, **settings: Any) -> RewardTrainer:
     """Return a trainer of a reward model with the decoder of `model`."""
     scoring = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float64)
-    trainer = RewardTrainer(
-        model=scoring,
-        args=RewardConfig(**plain_settings(output, **settings)),
-        train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
-    trainer.model.train()
-    return trainer
+    return _trainer((RewardTrainer, RewardConfig), scoring, model, output, _PAIRS, settings)

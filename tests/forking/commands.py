@@ -1,7 +1,4 @@
-"""Real commands and modules in a fraction of a second: launcher, trainer and ranks in processes of their own, forked.
-`shared_commands().sft(output, model, data, "--max-steps", "6").wait()` has `code` and `log`. A fault is Python source
-that runs in one of them first: the product has no hooks.
-"""
+"""Real commands and modules, forked: `shared_commands().sft(output, model, data, …).wait()` has `code` and `log`."""
 
 import atexit
 import functools
@@ -25,51 +22,25 @@ RUN_TIMEOUT_S = HANG_S
 Until = Literal["trained", "prepared"]
 
 _IMPORTED = (
-    "datasets",
-    "datasets.packaged_modules.json.json",
-    "httpx",
-    "pandas",
-    "psutil",
-    "rich.console",
-    "rich.table",
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-    "torch.distributed.launcher.api",
-    "holdfast.commands.evaluate_follow",
-    "holdfast.orchestrator.evaluation.main",
-    "holdfast.orchestrator.main",
-    "holdfast.trainer.programs.dpo",
-    "holdfast.trainer.launch",
-    "holdfast.trainer.programs.reward_model",
-    "holdfast.trainer.programs.rl",
-    "holdfast.trainer.programs.sft",
-    "transformers.models.qwen3.modeling_qwen3",
-    "holdfast.launcher.launch",
-    "holdfast.launcher.resume.remote",
-    "uvicorn",
-    STUB_ENGINE,
-    "tests.unit.trainer.programs.in_process",
-)
+    "datasets", "datasets.packaged_modules.json.json", "httpx", "pandas", "psutil", "rich.console", "rich.table",
+    "torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.launcher.api", "holdfast.commands.evaluate_follow", "holdfast.orchestrator.evaluation.main",
+    "holdfast.orchestrator.main", "holdfast.trainer.programs.dpo", "holdfast.trainer.launch",
+    "holdfast.trainer.programs.reward_model", "holdfast.trainer.programs.rl", "holdfast.trainer.programs.sft",
+    "transformers.models.qwen3.modeling_qwen3", "holdfast.launcher.launch", "holdfast.launcher.resume.remote",
+    "uvicorn", STUB_ENGINE, "tests.unit.trainer.programs.in_process",
+)  # fmt: skip
 
 
 @dataclass
 class Run:
-    """One command; `code` is there when it has ended."""
+    """One command, with what its process has; `code` is there when somebody has waited for its end."""
 
     output: Path
     fork: Fork
 
-    @property
-    def pid(self) -> int:
-        return self.fork.pid
-
-    @property
-    def code(self) -> int | None:
-        return self.fork.code
-
-    @property
-    def log(self) -> str:
-        return self.fork.log
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fork, name)
 
     @property
     def trainer_log(self) -> str:
@@ -77,10 +48,6 @@ class Run:
         run_dir = RunDir(self.output)
         path = run_dir.logs(run_dir.next_attempt() - 1) / "trainer.log"
         return path.read_text(errors="replace") if path.exists() else ""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.fork.has_ended
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
         """Wait for its end. Raises `TimeoutError`: it still runs."""
@@ -94,23 +61,10 @@ class Commands:
     def __init__(self) -> None:
         self._server = ForkServer("tests.forking.commands:prepare")
 
-    def sft(
-        self,
-        output: Path,
-        model: Path,
-        data: Path,
-        *flags: str,
-        log: Path | None = None,
-        ranks: int = 1,
-        environment: Mapping[str, str] | None = None,
-        fault: str = "",
-        trainer_fault: str = "",
-        until: Until = "trained",
-    ) -> Run:
+    def sft(self, output: Path, model: Path, data: Path, *flags: str, ranks: int = 1, **options: Any) -> Run:
         """Start `sft` with the flags of `training_runs.sft_command`; see `start`."""
         argv = sft_command(output, model, data, "--parallel.num-ranks", str(ranks), *flags)[1:]
-        faults = {"fault": fault, "trainer_fault": trainer_fault}
-        return self.start("sft", output, argv, log=log, environment=environment, until=until, **faults)
+        return self.start("sft", output, argv, **options)
 
     def start(
         self,
@@ -140,15 +94,12 @@ class Commands:
         return Run(output, fork)
 
     def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "", is_ranks: bool = False) -> Fork:
-        """Start `python -m ARGV`; return when its process is there. `fault`: Python source that runs in it first.
-        `at_end`: Python source that runs when it ends, with the names of `fault`. `is_ranks`: it starts several ranks.
-        """
+        """Start `python -m ARGV`. `fault`, `at_end`: Python source that runs in it first and last."""
         require("ranks" if is_ranks else "launch")
         words = [str(word) for word in argv]
         return self._server.fork("tests.forking.commands:be_module", log, argv=words, fault=fault, at_end=at_end)
 
     def call(self, function: str, log: Path, **arguments: str) -> Fork:
-        """Call `module:function` in a process; return when that is there."""
         require("launch")
         return self._server.fork(function, log, **arguments)
 
@@ -166,7 +117,6 @@ class Commands:
 
 @functools.cache
 def shared_commands() -> Commands:
-    """Return the one of this process; it starts importing at the first call."""
     commands = Commands()
     atexit.register(commands.close)
     return commands
@@ -182,7 +132,6 @@ def prepare() -> None:
 
 
 def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, until: Until, engine: Engine) -> None:
-    """In a child: be the console script `program`."""
     import holdfast.launcher.launch
     from holdfast import cli
 
@@ -197,7 +146,6 @@ def be_command(program: str, argv: list[str], fault: str, trainer_fault: str, un
 
 
 def be_module(argv: list[str], fault: str, at_end: str) -> None:
-    """In a child: be `python -m ARGV`."""
     names: dict[str, Any] = {}
     exec(fault, names)
     try:

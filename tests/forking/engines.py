@@ -1,6 +1,4 @@
-"""Inference servers, processes of their own: `start_server("vllm", InferenceConfig(...), log).wait_ready()`. Those with
-vLLM are forked from a process that has imported it, and are there in seconds.
-"""
+"""Inference servers: `start_server("vllm", config, log).wait_ready()`, forked from a process that has imported vLLM."""
 
 import atexit
 import functools
@@ -12,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from holdfast.config import InferenceConfig
 from holdfast.process.child import LAUNCHER_ENV, heavy_imports
@@ -25,15 +24,11 @@ READY_TIMEOUT_S = HANG_S
 _POLL_S = 0.02
 
 _IMPORTED = (
-    "holdfast.inference.server",
-    "transformers.models.qwen3.modeling_qwen3",
-    "vllm.entrypoints.openai.chat_completion.serving",
-    "vllm.entrypoints.openai.completion.serving",
-    "vllm.model_executor.models.qwen3",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.uniproc_executor",
+    "holdfast.inference.server", "transformers.models.qwen3.modeling_qwen3",
+    "vllm.entrypoints.openai.chat_completion.serving", "vllm.entrypoints.openai.completion.serving",
+    "vllm.model_executor.models.qwen3", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
-)
+)  # fmt: skip
 
 
 class ServerHandle:
@@ -65,9 +60,7 @@ class ServerHandle:
         raise RuntimeError(f"the server was not ready after {timeout_s} s:\n{self.log()}")
 
     def wait(self, timeout_s: float = HANG_S) -> int:
-        """Return the exit code once the server ended; a signal's number is negative, as in subprocess. Raises
-        `TimeoutError`: it still runs after `timeout_s`.
-        """
+        """Return the exit code, a signal's negative, once the server ended. Raises `TimeoutError`: it still runs."""
         return self._process.wait(timeout_s)
 
     def send_signal(self, number: int) -> None:
@@ -118,12 +111,9 @@ class Engines:
         require("engine")
         arguments = _write_arguments(config, log_path, owner)
         fork = self._server.fork(
-            "tests.forking.engines:be_server",
-            log_path,
-            environment={**os.environ, **(env or {})},
-            arguments=arguments,
+            "tests.forking.engines:be_server", log_path, environment={**os.environ, **(env or {})}, arguments=arguments,
             sabotage=sabotage,
-        )
+        )  # fmt: skip
         return ServerHandle(f"http://127.0.0.1:{config.server.port}", fork)
 
     def close(self) -> None:
@@ -139,24 +129,17 @@ def config_of(
 
 
 def start_server(
-    engine: Engine,
-    config: InferenceConfig,
-    log_path: Path,
-    *,
-    env: Mapping[str, str] | None = None,
-    owner: Path | None = None,
+    engine: Engine, config: InferenceConfig, log_path: Path, *, env: Mapping[str, str] | None = None, **options: Any
 ) -> ServerHandle:
-    """Start a server of either kind; see `Engines.start`."""
     if engine == "vllm":
-        return shared_engines().start(config, log_path, env=env, owner=owner)
+        return shared_engines().start(config, log_path, env=env, **options)
     # It ends with this process, as if this were its launcher.
     environment = {**os.environ, LAUNCHER_ENV: str(os.getpid()), **(env or {})}
-    argv = [sys.executable, "-m", STUB_ENGINE, *_write_arguments(config, log_path, owner)]
-    process = Started(argv, log_path, environment)
-    return ServerHandle(f"http://127.0.0.1:{config.server.port}", process)
+    argv = [sys.executable, "-m", STUB_ENGINE, *_write_arguments(config, log_path, **options)]
+    return ServerHandle(f"http://127.0.0.1:{config.server.port}", Started(argv, log_path, environment))
 
 
-def _write_arguments(config: InferenceConfig, log_path: Path, owner: Path | None) -> list[str]:
+def _write_arguments(config: InferenceConfig, log_path: Path, owner: Path | None = None) -> list[str]:
     import tomli_w
 
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +150,6 @@ def _write_arguments(config: InferenceConfig, log_path: Path, owner: Path | None
 
 @functools.cache
 def shared_engines() -> Engines:
-    """Return the one of this process; it starts importing at the first call."""
     engines = Engines()
     atexit.register(engines.close)
     return engines
@@ -188,6 +170,5 @@ def prepare() -> None:
 
 
 def be_server(arguments: list[str], sabotage: str) -> None:
-    """In a child: be `python -m holdfast.inference.main ARGUMENTS`."""
     exec(sabotage, {})
     run_module(["holdfast.inference.main", *arguments])

@@ -1,6 +1,4 @@
-"""What the launcher starts, forked from it: processes of their own as ever, with the same parents, sessions,
-environments and logs; the imports alone are not made again.
-"""
+"""What the launcher starts, forked from it: processes of their own as ever; the imports alone are not made again."""
 
 import importlib
 import importlib.util
@@ -35,10 +33,7 @@ Engine = Literal["stub", "vllm"]
 
 
 def fork_children(trainer_fault: str, *, engine: Engine) -> None:
-    """Make the launcher in this process fork its checks, trainer, orchestrator and inference servers. `trainer_fault`:
-    Python source that runs in a trainer before anything else. `engine`: what an inference server of the run samples
-    with.
-    """
+    """Make this launcher fork what it starts. `trainer_fault`: Python that runs first in a trainer."""
     import holdfast.launcher.cluster.hosts
     import holdfast.launcher.preflight
 
@@ -60,9 +55,7 @@ def begin() -> None:
 
 
 def run_module(argv: list[str]) -> None:
-    """Do what `python -m` does with `argv`, the name of a module and its arguments. Not by `runpy`: for every frame of
-    a frozen module, torch's rendezvous looks through all that is imported.
-    """
+    """Do what `python -m` does with `argv`. Not by `runpy`: it makes torch's rendezvous look through all imports."""
     spec = importlib.util.find_spec(argv[0])
     assert spec is not None and isinstance(spec.loader, SourceFileLoader), argv
     main = ModuleType("__main__")
@@ -179,10 +172,7 @@ def _be_module(
 
 
 def _cut_off_descriptors() -> None:
-    """Take every open file of the launcher from this process, as exec does, but keep the numbers in use. Objects of the
-    launcher live on here, and close their numbers when they are freed: by then those could be files of the module's
-    own.
-    """
+    """Take the launcher's open files, but keep their numbers in use: its objects close them when they are freed."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if number > 2 and number != nothing:

@@ -25,9 +25,7 @@ _answers = 1
 
 
 class Fork:
-    """One forked process, whose output goes behind what its log holds. `code`: its exit code once somebody has waited
-    for it; a signal's number is negative, as in subprocess.
-    """
+    """One forked process. `code`: its exit code once somebody has waited; a signal's number is negative."""
 
     def __init__(self, log_path: Path) -> None:
         self.log_path = log_path
@@ -89,9 +87,7 @@ class Started:
 
 
 class ForkServer:
-    """The server, as the process sees it that asks. Several threads may use it. `prepare`: what the server calls before
-    it forks anything, as `module:function`.
-    """
+    """The server, for several threads. `prepare`: what it calls before it forks anything, as `module:function`."""
 
     def __init__(self, prepare: str) -> None:
         self._lock = threading.Lock()
@@ -114,9 +110,7 @@ class ForkServer:
             self._write({"prepare": function})
 
     def fork(self, function: str, log: Path, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> Fork:
-        """Call a function, `module:function`, in a child with what JSON can say; return when the child is there.
-        `environment`: as it is to be, but for what the server's imports have set; by default as it is here.
-        """
+        """Call `module:function` in a child with what JSON can say. `environment`: by default that of here."""
         wanted = os.environ if environment is None else environment
         gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - wanted.keys())
         changed = {name: value for name, value in wanted.items() if self._environment.get(name) != value}

@@ -57,7 +57,6 @@ def prepare() -> None:
 
 
 def be_process(argv: list[str]) -> None:
-    """In a child: be `python -m holdfast.view.track ARGV`."""
     begin()
     tempfile.tempdir = None  # an import has asked for it
     atexit._clear()  # what the server has to do at its end

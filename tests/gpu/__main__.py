@@ -1,6 +1,4 @@
-"""Run the checks on this machine's GPU, and print the table of docs/developing.md: `python -m tests.gpu [-k
-attention]`. It needs torch, transformers, what the trainer imports, and pytest; neither vLLM nor pytest's plugins.
-"""
+"""Run the checks on this machine's GPU, and print the table of docs/developing.md: `python -m tests.gpu [-k …]`."""
 
 import json
 import os
@@ -24,7 +22,6 @@ def table(lines: list[str]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Return pytest's exit code; 2 without a GPU."""
     if not torch.cuda.is_available():
         print("error: torch finds no GPU here, and these checks need one", file=sys.stderr)
         return 2

@@ -56,7 +56,6 @@ class Place:
     figures: list[Figure] = field(default_factory=list)  # what was found
 
     def note(self, check: str, what: str, value: float, unit: str, expected: str = "") -> None:
-        """Print and keep a figure."""
         figure = Figure(check, what, value, unit, expected)
         self.figures.append(figure)
         print(figure, flush=True)

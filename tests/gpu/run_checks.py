@@ -20,7 +20,6 @@ from tests.runs.training import PAIRS, LiveRun, SftRun, run_command, succeeded
 
 
 def digest(run: SftRun, step: int) -> str:
-    """Return the SHA-256 of the published weights."""
     return hashlib.sha256(run.weights(step)).hexdigest()
 
 
@@ -33,12 +32,9 @@ def starts(place: Place) -> None:
 
 
 VARIANTS: dict[str, list[object]] = {
-    "packed": ["--no-model.activation-checkpointing"],
-    "unpacked": ["--no-data.pack"],
-    "recomputed": ["--model.activation-checkpointing"],
-    "compiled": ["--model.compile"],
-    "lora": [],
-}
+    "packed": ["--no-model.activation-checkpointing"], "unpacked": ["--no-data.pack"],
+    "recomputed": ["--model.activation-checkpointing"], "compiled": ["--model.compile"], "lora": [],
+}  # fmt: skip
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
@@ -117,7 +113,6 @@ def preferences(place: Place, *, steps: int = 5) -> None:
 
 
 def _pretrained(place: Place) -> Path:
-    """Return the directory of a tiny model with weights."""
     directory = place.folder / "pretrained"
     if not directory.exists():
         directory.mkdir()

@@ -1,6 +1,4 @@
-"""What can be known on a GPU alone, for `python -m tests.gpu`. Every check is a function of a device;
-`tests/unit/project/test_gpu_checks.py` runs them on a CPU, at toy size.
-"""
+"""What can be known on a GPU alone, for `python -m tests.gpu`; test_gpu_checks.py runs it on a CPU, at toy size."""
 
 from collections.abc import Callable
 

@@ -50,7 +50,6 @@ _CORPUS = [
 
 
 def make_tokenizer(kind: str, template: str, *, adds_bos: bool) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of transformers, see `make_backend`."""
     from transformers import PreTrainedTokenizerFast
 
     backend = make_backend(kind, adds_bos=adds_bos)
@@ -101,30 +100,20 @@ def _byte_level(pattern: str | None = None) -> Backend:
 
 
 def _metaspace(scheme: str) -> Backend:
+    """Return one that puts the blank as Llama does, by a pre-tokenizer; `normalizer`: as sentencepiece, by that."""
     backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    if scheme == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    _train_with_bytes(backend)
-    return backend
-
-
-def _sentencepiece() -> Backend:
-    backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    _train_with_bytes(backend)
-    return backend
-
-
-def _train_with_bytes(backend: Backend) -> None:
     special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces = [word for line in _CORPUS for word in line.split()]  # no token is longer than a word
     trainer = trainers.BpeTrainer(vocab_size=520, special_tokens=special, show_progress=False)
     backend.train_from_iterator(pieces, trainer)
+    return backend
 
 
 def _wordpiece() -> Backend:
@@ -145,7 +134,7 @@ _KINDS: dict[str, Callable[[], Backend]] = {
     "llama 3": lambda: _byte_level(_LLAMA_3_WORDS),
     "metaspace-first": lambda: _metaspace("first"),
     "metaspace-always": lambda: _metaspace("always"),
-    "sentencepiece": _sentencepiece,
+    "sentencepiece": lambda: _metaspace("normalizer"),
     "wordpiece": _wordpiece,
 }
 KINDS = tuple(_KINDS)

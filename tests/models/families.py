@@ -1,6 +1,4 @@
-"""Tiny models of many families, and what `transformers` makes of them, one sample at a time, with eager attention.
-Multipliers, caps and windows differ from the values at which they do nothing.
-"""
+"""Tiny models of many families, no field at a value at which it does nothing, and what transformers makes of them."""
 
 from __future__ import annotations
 
@@ -21,19 +19,10 @@ from holdfast.trainer.rl.batch import plan_shared_prompts
 
 VOCABULARY = 97
 _BASE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 _WITHOUT = {"falcon": ("head_dim",)}  # they compute it
@@ -119,9 +108,7 @@ class Outcome:
 def reference_outcome(
     directory: Path, samples: Sequence[Sample], weights: Mapping[str, Tensor] | None = None
 ) -> Outcome:
-    """Return what transformers' own forward gives, one sample at a time, with eager attention. `weights`: to take
-    instead of the directory's.
-    """
+    """Return what transformers' own forward gives, sample by sample. `weights`: to take instead of the directory's."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     if weights is not None:
         assert not model.load_state_dict(weights, strict=False).unexpected_keys
@@ -139,7 +126,6 @@ def reference_outcome(
 def trainer_outcome(
     policy: Policy, samples: Sequence[Sample], *, pack: bool, budget: int, share: bool = False
 ) -> Outcome:
-    """Return what the trainer's forward passes give."""
     policy.zero_grad(set_to_none=True)
     arrangement = policy.layout.arrangement(pack=pack)
     total, loss_sum = sum(sample.num_targets for sample in samples), 0.0
@@ -147,22 +133,16 @@ def trainer_outcome(
         (plan,) = plan_shared_prompts(samples, row_tokens=budget, layout=policy.layout, num_ranks=1)
     else:
         (plan,) = plan_rows(
-            [len(sample.token_ids) for sample in samples],
-            arrangement=arrangement,
-            budget=budget,
-            rows_per_micro_batch=3,
-            world_size=1,
-        )
+            [len(sample.token_ids) for sample in samples], arrangement=arrangement, budget=budget,
+            rows_per_micro_batch=3, world_size=1,
+        )  # fmt: skip
     for indices in plan:
         device = next(policy.parameters()).device
         micro = build_micro_batch(samples, indices, pack=arrangement == "packed", share=share, device=device)
         logprobs_N, *_ = policy(
-            micro.input_ids_BL,
-            micro.position_ids_BL,
-            micro.predict_index_N,
-            micro.target_ids_N,
+            micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
             packed_index=micro.packed_index,
-        )
+        )  # fmt: skip
         loss = -logprobs_N.sum() / total
         loss.backward()
         loss_sum += float(loss.detach())

@@ -1,7 +1,4 @@
-"""Families through `rl`: publish changed weights, have vLLM sample by them, and compare with the trainer. `python -m
-tests.models.families_in_rl [NAME ...]` measures them and writes `tests/models/families_in_rl.json`, which
-docs/models.md shows.
-"""
+"""Families through `rl`, as vLLM samples them. `python -m tests.models.families_in_rl [NAME ...]` measures them."""
 
 import json
 import shutil
@@ -105,9 +102,7 @@ def for_engines(family: Family) -> Family:
 
 
 def measure(name: str, directory: Path, mesh: Mesh) -> float:
-    """Return the mismatch KL of trainer and engine, in nats a token, after an update of the weights. Raises `Refused`:
-    the trainer or vLLM does not take the family.
-    """
+    """Return the mismatch KL, in nats a token, after an update. Raises `Refused`: trainer or vLLM does not take it."""
     family = for_engines(next(family for family in FAMILIES if family.name == name))
     model = write_model(family, directory / "model", seed=5)
     for file in TOKENIZER_FILES:

@@ -22,9 +22,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 def write_model(directory: Path, *, seed: int, tied: bool, weights: bool = True, width: int = 128) -> Path:
-    """Write a 0.2M-parameter Qwen3 with weights from `seed`, far from uniform, and return its directory. `width`: of
-    the hidden layers of its MLPs.
-    """
+    """Write a 0.2M-parameter Qwen3, far from uniform, and return its directory. `width`: of the layers of its MLPs."""
     fields = json.loads((BASE / "config.json").read_text())
     smaller = {"hidden_size": 64, "intermediate_size": width, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     config = Qwen3Config(**(fields | smaller))

@@ -17,6 +17,5 @@ def _of_trl(name: str) -> str:
 
 
 def tool_templates() -> dict[str, str]:
-    """Return the templates by name."""
     names = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_nothink", "llama3_1", "deepseek_r1_distill", "gemma")
     return {name: _of_trl(name) for name in names} | {"hermes": HERMES, "mistral_v3": MISTRAL_V3}

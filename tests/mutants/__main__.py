@@ -34,7 +34,6 @@ class Mutant:
     mutation: Mutation
 
     def __str__(self) -> str:
-        """Return where it is and what it changes, in one line."""
         before, after = (" ".join(text.split()) for text in (self.mutation.before, self.mutation.after))
         return f"src/{self.module}:{self.mutation.line}: {before!r} -> {after!r}"
 

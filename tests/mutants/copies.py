@@ -41,8 +41,6 @@ for line in sys.stdin:
 
 
 class Copy:
-    """One copy, in a directory of its own."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         listed = subprocess.run(
@@ -80,9 +78,7 @@ class Copy:
 
 
 def _environment_of(directory: Path) -> Path:
-    """Make an environment beside a copy, with the packages and commands of this one, but holdfast from the copy; return
-    its interpreter.
-    """
+    """Make an environment with packages and commands of this one, but holdfast of the copy; return its interpreter."""
     home = directory.with_name(f"{directory.name}_environment")
     venv.create(home, symlinks=True)
     ours, packages = (Path(sysconfig.get_path("purelib", "venv", {"base": str(base)})) for base in (sys.prefix, home))

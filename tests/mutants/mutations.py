@@ -25,9 +25,7 @@ class Mutation:
 
 
 def mutations(source: str) -> list[Mutation]:
-    """Return all changes of `source` that this module knows, in the order of their places. What computes nothing is
-    left alone: annotations, texts of errors and of the log, and lines that say why no test runs them.
-    """
+    """Return all changes of `source` that this module knows, in order; none of annotations, texts and excused lines."""
     tree = ast.parse(source)
     offsets = [0]
     for line in source.splitlines(keepends=True):
@@ -70,7 +68,6 @@ def _computing(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changes(node: ast.AST, data: bytes, span: Callable[[ast.AST], tuple[int, int]]) -> Iterator[tuple[int, int, str]]:
-    """Yield begin, end and replacement of each change of one node."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
             yield span(left)[1], span(right)[0], f" {_COMPARISONS[type(operator)]} "

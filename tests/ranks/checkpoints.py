@@ -1,6 +1,4 @@
-"""Two real ranks that save and load together, through all scenarios: `python -m tests.ranks.checkpoints DIRECTORY`.
-`DIRECTORY/one` is a checkpoint of `make_objects` saved by one process beforehand.
-"""
+"""Two real ranks that save and load: `python -m tests.ranks.checkpoints DIRECTORY`, with a checkpoint in its `one`."""
 
 import errno
 from collections.abc import Callable
@@ -96,11 +94,15 @@ class Scenarios:
         self.mesh = mesh
         self.rank = mesh.rank
 
+    def _begin(self, name: str, *, steps: int = 1) -> tuple[Objects, Path]:
+        """Return objects that were trained for some steps, and a directory."""
+        objects = make_objects(0, self.mesh.device_mesh)
+        train(objects, steps)
+        return objects, self.directory / name
+
     def saves_behind_training(self) -> dict[str, Any]:
         """Collectives of training on the default group while a save goes on in its own."""
-        objects = make_objects(0, self.mesh.device_mesh)
-        train(objects, 2)
-        place = self.directory / "behind"
+        objects, place = self._begin("behind", steps=2)
         with pytest.MonkeyPatch.context() as patch, held_writes(patch) as held, Checkpointer(place, objects) as saving:
             saving.save(2)
             saved = copied(ObjectsState(objects).tensors())
@@ -115,20 +117,15 @@ class Scenarios:
             step = loading.load(2)
         total = sum(tensor.numel() * tensor.element_size() for tensor in whole(objects).values())
         return {
-            "step": step,
-            "is_equal": same(copied(ObjectsState(other).tensors()), saved),
-            "is_random_equal": torch.equal(torch.random.get_rng_state(), numbers),
-            "progress": other["progress"],
-            "moved_on": not same(copied(ObjectsState(objects).tensors()), saved),
-            "staged_share": staged / total,
+            "step": step, "is_equal": same(copied(ObjectsState(other).tensors()), saved),
+            "is_random_equal": torch.equal(torch.random.get_rng_state(), numbers), "progress": other["progress"],
+            "moved_on": not same(copied(ObjectsState(objects).tensors()), saved), "staged_share": staged / total,
             "largest_file_share": max(p.stat().st_size for p in (place / "step_2/trainer").glob("*.distcp")) / total,
-        }
+        }  # fmt: skip
 
     def one_rank_fails(self) -> dict[str, Any]:
         """EIO while rank 1 writes its shard."""
-        objects = make_objects(0, self.mesh.device_mesh)
-        train(objects)
-        place = self.directory / "fails"
+        objects, place = self._begin("fails")
         checkpointer = Checkpointer(place, objects)
 
         def broken(*_: object) -> int:
@@ -148,9 +145,7 @@ class Scenarios:
 
     def one_rank_cannot_copy(self) -> dict[str, Any]:
         """Rank 1 has no memory for the copy that is written behind the training."""
-        objects = make_objects(0, self.mesh.device_mesh)
-        train(objects)
-        place = self.directory / "copies"
+        objects, place = self._begin("copies")
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
         checkpointer = Checkpointer(place, objects, updated_by=optimizers, on_failure="warn")
 
@@ -169,8 +164,7 @@ class Scenarios:
 
     def ranks_lose_step(self) -> dict[str, Any]:
         """Each saves what it takes for the step; that cannot come right again, whatever `on_failure` says."""
-        objects = make_objects(0, self.mesh.device_mesh)
-        place = self.directory / "steps"
+        objects, place = self._begin("steps", steps=0)
         checkpointer = Checkpointer(place, objects, save_async=False, on_failure="warn")
         told = message_of(lambda: checkpointer.save(5 + self.rank))
         return {"told": told, "left": names_in(place)}
@@ -190,8 +184,7 @@ class Scenarios:
 
     def damage_is_told_to_all(self) -> dict[str, Any]:
         """Only rank 0 verifies."""
-        objects = make_objects(0, self.mesh.device_mesh)
-        place = self.directory / "damaged"
+        objects, place = self._begin("damaged", steps=0)
         with Checkpointer(place, objects) as checkpointer:
             checkpointer.save(1)
         dist.barrier()
@@ -204,8 +197,7 @@ class Scenarios:
 
     def one_rank_is_asked_to_stop(self) -> dict[str, Any]:
         """A signal that reaches rank 1 alone stops both after one save."""
-        objects = make_objects(0, self.mesh.device_mesh)
-        place, stop = self.directory / "asked", StopRequest()
+        (objects, place), stop = self._begin("asked", steps=0), StopRequest()
         checkpointer = Checkpointer(place, objects)
         saver = Saver(checkpointer, CkptConfig(), self.mesh, max_steps=10, committed=None, stop=stop)
         asked = [saver.is_asked_to_stop()]
@@ -224,9 +216,7 @@ class Scenarios:
         """Rank 0 alone uploads, and both stop with what became of that."""
         ends = []
         for name, has_landed in (("landed", True), ("lost", False)):
-            objects = make_objects(0, self.mesh.device_mesh)
-            train(objects)
-            place, stop = self.directory / name, StopRequest()
+            (objects, place), stop = self._begin(name), StopRequest()
             upload = _Upload(place / "uploaded", has_landed=has_landed)
             storage = upload if self.rank == 0 else Storage(close_s=CLOSE_S)
             config = CkptConfig(dir="memory://store")
@@ -240,8 +230,7 @@ class Scenarios:
 
     def clocks_differ(self) -> dict[str, Any]:
         """By the clock of rank 1 no time passes; rank 0's decides."""
-        objects = make_objects(0, self.mesh.device_mesh)
-        place = self.directory / "clock"
+        objects, place = self._begin("clock", steps=0)
         with Checkpointer(place, objects) as checkpointer:
             config = CkptConfig(every_minutes=1e-9 if self.rank == 0 else 1e9)
             saver = Saver(checkpointer, config, self.mesh, max_steps=10, committed=None, stop=StopRequest())

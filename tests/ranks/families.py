@@ -16,11 +16,8 @@ from tests.ranks.two import run_on_ranks
 
 LENGTHS = (23, 5, 31, 2, 14)
 DIVISIONS: dict[str, dict[str, Any]] = {
-    "shards": {},
-    "offloaded": {"cpu_offload": True},
-    "copies": {"replicas": 2},
-    "slices": {"sequence_parallel": 2},
-}
+    "shards": {}, "offloaded": {"cpu_offload": True}, "copies": {"replicas": 2}, "slices": {"sequence_parallel": 2},
+}  # fmt: skip
 
 
 def compute(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:

@@ -42,7 +42,6 @@ def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfi
 
 
 def programs(model: Path) -> dict[str, TrainingCommand]:
-    """Return what the ranks train, by name."""
     plain = sft(model)
     both = {"model": plain.model, "parallel": plain.parallel}
     return {

@@ -1,6 +1,4 @@
-"""Two real ranks that load a model, and note the weights and how much they read: `python -m tests.ranks.initial_weights
-MODEL DIRECTORY`.
-"""
+"""Two real ranks that load a model, and note how much they read: `… tests.ranks.initial_weights MODEL DIRECTORY`."""
 
 from __future__ import annotations
 

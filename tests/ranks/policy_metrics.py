@@ -87,9 +87,7 @@ def measured(model_dir: Path, mesh: Mesh, **settings: Any) -> list[np.ndarray]:
 
 
 def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Tensor]:
-    """Return loss and gradients of a distillation over whole vocabularies, chunk by chunk. Collective. `shares`: of
-    answers that share the tokens of their prompts.
-    """
+    """Return loss and gradients of a distillation over whole vocabularies. Collective. `shares`: they share prompts."""
     student, other = (
         build_policy(TrainedModelConfig(name=str(model_dir), init=init, logits_chunk_tokens=4), mesh, seed=7)
         for init in ("pretrained", "random")
@@ -100,14 +98,9 @@ def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Te
         for name in (ADVANTAGE, AGE, SAMPLER_LOGPROB):
             sample.per_token[name] = np.zeros(len(sample.token_ids), dtype=np.float32)
     ((minibatch,),) = plan_epochs(
-        samples,
-        UpdatesConfig(),
-        row_tokens=30 if shares else 14,
-        mesh=mesh,
-        seed=0,
-        step=1,
+        samples, UpdatesConfig(), row_tokens=30 if shares else 14, mesh=mesh, seed=0, step=1,
         layout=replace(PACKED, shares=shares),
-    )
+    )  # fmt: skip
     assert minibatch.shares == shares
     config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
     loss = with_distillation_term(build_policy_loss(config), config, 2.0)

@@ -1,6 +1,4 @@
-"""Training programs on two ranks, one after the other: `python -m tests.ranks.programs DIRECTORY`, where `runs.json` is
-a list of the arguments of `train_on_two`.
-"""
+"""Programs on two ranks, one after the other: `python -m tests.ranks.programs DIRECTORY`, which holds `runs.json`."""
 
 import json
 import shutil

@@ -17,10 +17,7 @@ _DEADLINE_S = 280.0
 
 
 def run_on_ranks(work: Callable[..., object], *, number: int = 2) -> NoReturn:
-    """Be the program `python -m tests.ranks.… PATHS DIRECTORY`: call `work` on all ranks, and end. It ends with 0 when
-    all came through, else with 1. Each rank writes what it saw into `DIRECTORY/rank_R.pt`. `work`: gets its place among
-    the ranks and the paths, and returns what it saw.
-    """
+    """Be `python -m tests.ranks.… PATHS DIRECTORY`: `rank_R.pt` gets what `work(mesh, *PATHS)` returns on a rank."""
     paths = [Path(word) for word in sys.argv[1:]]
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(rank, number, work, paths)) for rank in range(number)]

@@ -1,6 +1,4 @@
-"""Renew the reference losses: `python -m tests.reference_losses` makes the four runs as users start them, prints what
-has changed by how much, and writes `recorded.json`. The commit says why numbers change.
-"""
+"""Renew the reference losses: make the four runs, print what has changed, and write `recorded.json`."""
 
 import os
 import sys

@@ -1,6 +1,4 @@
-"""What the numbers of a run depend on beside the code: versions, and the kernels that torch takes here. Nobody lists
-those, so the bits of a small computation are digested; machines with one digest compute alike.
-"""
+"""What a run's numbers depend on beside the code: versions, and torch's kernels, by the bits of a small computation."""
 
 import functools
 import hashlib
@@ -65,16 +63,9 @@ def _arithmetic() -> str:
 def _computed(dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
+        vocab_size=128, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, attn_implementation="sdpa",
+    )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     found: list[Tensor] = []

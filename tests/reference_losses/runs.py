@@ -39,12 +39,9 @@ def command_line(command: str, output: Path) -> list[str]:
     """Return the words that make the run of `command` in `output`, in the root of the repository."""
     config = f"{_CONFIGS}/{command.replace('-', '_')}.toml"
     settings = {
-        **_FLAGS[command],
-        **_THREADS.get(command, {"parallel.threads": 1}),
-        "output-dir": output,
-        "max-steps": STEPS,
+        **_FLAGS[command], **_THREADS.get(command, {"parallel.threads": 1}), "output-dir": output, "max-steps": STEPS,
         "seed": 5,
-    }
+    }  # fmt: skip
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     program = str(Path(sys.executable).with_name(command))
     return [program, "@", config, *words, *(SMALL_BATCH if command == "rl" else ())]

@@ -17,10 +17,7 @@ from holdfast.orchestrator.worker import Ready, frame
 
 
 class Faulty(Environment):
-    """Two turns, and a score that depends on all that was said. `faults`: what goes wrong while a task is scored, by
-    its index; with `once` at the first attempt alone, with `then` one after the other. `marks`: directory in which
-    every attempt to score a faulty task leaves a file.
-    """
+    """Two turns and a score. `faults`: what goes wrong, by task; `once`, or one `then` another. `marks`: attempts."""
 
     def __init__(self, faults: dict[str, str] | None = None, marks: str = "", load: str = "") -> None:
         self.faults = faults or {}

@@ -1,6 +1,4 @@
-"""Benchmarks whose up to twenty contestants are forks: `run_benchmark(log, "benchmarks.learning", "--steps", "2")`. So
-is all that it has `subprocess.run` run; their inference servers are the stub engine.
-"""
+"""Benchmarks whose contestants are forks, with the stub engine: `run_benchmark(log, "benchmarks.learning", …)`."""
 
 import os
 import runpy
@@ -60,7 +58,6 @@ def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[s
 
 
 def _be(command: list[str], descriptors: dict[int, int]) -> NoReturn:
-    """In a child: be the command."""
     die_with_parent()
     for target, source in {0: os.open(os.devnull, os.O_RDONLY), **descriptors}.items():
         os.dup2(source, target)

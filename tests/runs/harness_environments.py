@@ -23,8 +23,6 @@ async def ask(endpoint: Endpoint, *messages: dict[str, Any], **more: Any) -> dic
 
 
 class ReversedOverHttp(HarnessEnvironment):
-    """The environment `reverse_text`, played over HTTP."""
-
     def __init__(self) -> None:
         self._likeness = ReverseText()
 

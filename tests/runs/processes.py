@@ -50,7 +50,7 @@ def command_line(process: psutil.Process) -> list[str]:
         return []
 
 
-def wait_until(ask: Callable[[], Answer], what: str) -> Answer:
+def wait_until(ask: Callable[[], Answer], what: str = "what was waited for") -> Answer:
     """Return the first answer that is true, of what a test has brought about; `what` names it where none comes."""
     deadline = time.monotonic() + HANG_S
     while not (answer := ask()):

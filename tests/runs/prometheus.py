@@ -13,8 +13,6 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True)
 class Scrape:
-    """Labels and value of each sample, by name."""
-
     samples: Mapping[str, list[tuple[dict[str, str], float]]]
 
     def value(self, name: str, **labels: str) -> float:
@@ -24,11 +22,7 @@ class Scrape:
 
 
 def scrape(port: int) -> Scrape:
-    """Return what the endpoint of this machine says.
-
-    Raises:
-        OSError: nobody answers.
-    """
+    """Return what the endpoint of this machine says. Raises `OSError`: nobody answers."""
     with _opener.open(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as answer:
         text = answer.read().decode()
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}

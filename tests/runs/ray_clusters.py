@@ -21,13 +21,9 @@ class RayNodes:
 
     def __init__(self, *cores: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.runs.ray_clusters", *map(str, cores)],
-            cwd=ROOT,
-            env={**os.environ, **WITH_STUB_ENGINE},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            [sys.executable, "-m", "tests.runs.ray_clusters", *map(str, cores)], cwd=ROOT,
+            env={**os.environ, **WITH_STUB_ENGINE}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         self.address = self._answer()
 
     def __enter__(self) -> Self:
@@ -41,7 +37,6 @@ class RayNodes:
         self._ask(f"remove {node}")
 
     def add(self, node: int) -> None:
-        """Start a node, or bring it back."""
         self._ask(f"add {node}")
 
     def _ask(self, words: str) -> None:
@@ -74,9 +69,7 @@ def other_environment(home: Path, *, version: str | None) -> Path:
 
 @contextmanager
 def node_of(python: Path, address: str, *, cores: int, path: str = "") -> Iterator[None]:
-    """Have a node in the cluster that `ray start` has started from the environment of an interpreter, with `path` as
-    its PYTHONPATH.
-    """
+    """Have a node in the cluster that `ray start` has started from an environment; `path`: its PYTHONPATH."""
     flags = ("--address", address, "--node-ip-address", "127.0.0.1", "--num-cpus", str(cores), "--block")
     argv = [str(python), "-m", "ray.scripts.scripts", "start", *flags]
     memory = ("--object-store-memory", str(_MEMORY_BYTES))

@@ -29,14 +29,11 @@ SMALL_BATCH = ("--orchestrator.problems-per-step", "8", "--orchestrator.group-si
 POLL_S = 0.01
 # Every part of the trainer that has a state of its own, with two passes over two minibatches.
 EVERYTHING: dict[str, Any] = {
-    "advantage": "gae",
-    "loss": {"type": "ppo", "correction": {"type": "truncate"}},
+    "advantage": "gae", "loss": {"type": "ppo", "correction": {"type": "truncate"}},
     "kl": {"coef": 0.1, "place": "reward", "target": 0.05, "horizon": 100, "refresh_interval": 3},
-    "critic": {"optim": {"lr": 1e-3}, "warmup_steps": 1},
-    "rewards": {"scale": "running", "clip": 0.9},
-    "updates": {"epochs": 2, "minibatches": 2},
-    "ema": {"decay": 0.9},
-}
+    "critic": {"optim": {"lr": 1e-3}, "warmup_steps": 1}, "rewards": {"scale": "running", "clip": 0.9},
+    "updates": {"epochs": 2, "minibatches": 2}, "ema": {"decay": 0.9},
+}  # fmt: skip
 END_TIMEOUT_S = 600.0
 """How long a test waits for the end of a whole run: the quick start takes a minute, on a busy machine several."""
 
@@ -231,9 +228,7 @@ def exact_metrics(run_dir: RunDir, steps: Iterable[int]) -> list[dict[str, float
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a run amounts to at one committed step, as bytes. `weights`: the published safetensors files, by name;
-    those of the average below `ema/`, if there is one.
-    """
+    """All that a run amounts to at a committed step, as bytes; weights by file, those of the average below `ema/`."""
 
     weights: dict[str, bytes]
     tensors: dict[str, bytes]  # every tensor of the trainer's checkpoint (parameters, optimizer moments), by name
@@ -260,7 +255,6 @@ def outcome(run_dir: RunDir, step: int) -> Outcome:
 
 
 def assert_same(actual: Outcome, expected: Outcome) -> None:
-    """Fail with the names of what differs."""
     for kind in ("weights", "tensors", "trainer_state"):
         mine, theirs = getattr(actual, kind), getattr(expected, kind)
         assert mine.keys() == theirs.keys()

@@ -103,7 +103,6 @@ class SlurmNodes:
         return Job(self, found[1], Path(found[2]))
 
     def ask(self, *argv: str) -> str:
-        """Return what a command of SLURM's prints."""
         return subprocess.run(argv, env=self.environment, capture_output=True, text=True).stdout
 
     def _start(self, *argv: str) -> None:
@@ -155,6 +154,5 @@ class Job:
         self.wait_for("its turn", lambda: self.state == "RUNNING")
 
     def wait(self) -> None:
-        """Wait for its end, which must be a success."""
         self.wait_for("the end of the job", lambda: self.state in ("COMPLETED", "FAILED", ""))
         assert self.state != "FAILED", self.said

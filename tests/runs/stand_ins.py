@@ -27,9 +27,7 @@ class Stands:
     def watch(
         self, *, health_url: str | None = None, restarts: int = 3, heals: bool = True, ckpt: Any = None, **programs: str
     ) -> int:
-        """Run `programs`, texts of Python, in the run directory, with `made(name)` to make what is waited for. `heals`:
-        False: watch as `sft` and parts started by hand are watched. `ckpt`: settings of checkpoints.
-        """
+        """Run `programs`, texts of Python with `made(name)`, in the run. `heals`: watch as `rl` is, not as `sft`."""
         prelude = (
             f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"
             "from holdfast.process.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from holdfast.config.view import TrackingConfig
 from holdfast.run.run_dir import RunDir
 from holdfast.view.sending import take_cursor
 from tests.forking.trackers import TrackingProcess
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 
 BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
 _BLOCK_BYTES = 32 * 1024
@@ -72,7 +71,6 @@ class TrackedDirectory:
         return TrackingProcess(argv, self.run_dir.path / f"{tracker}.log", {**os.environ, **self.environment})
 
     def sent(self, tracker: str) -> int:
-        """The step that the cursor of a tracker is at."""
         path = self.run_dir.tracking / f"{tracker}.json"
         return json.loads(path.read_bytes())["step"] if path.exists() else 0
 
@@ -115,7 +113,6 @@ class TrackedDirectory:
 
 
 def note_sent(run_dir: RunDir, tracker: str, step: int) -> None:
-    """Note that a tracker has everything up to `step`."""
     cursor = take_cursor(run_dir, tracker)
     cursor.step = step
     cursor.write(run_dir, tracker)
@@ -126,13 +123,6 @@ def short_directory() -> Iterator[Path]:
     """Make a directory whose name leaves room for that of a socket, as those of tests do not."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         yield Path(name)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _in_tensorboard(run: TrackedDirectory, metric: str) -> Steps:
@@ -202,12 +192,9 @@ def _in_mlflow(run: TrackedDirectory, metric: str) -> Steps:
 
 def _of_trackio(run: TrackedDirectory, program: str, *argv: str) -> Any:
     done = subprocess.run(
-        [sys.executable, "-c", program, *argv],
-        env={**os.environ, **run.environment},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program, *argv], env={**os.environ, **run.environment}, capture_output=True, text=True,
         check=True,
-    )
+    )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -44,7 +44,6 @@ class SftRun:
         return [line[name] for line in read_metrics(self.run_dir.metrics) if name in line]
 
     def weights(self, step: int) -> bytes:
-        """The published weights of `step`, as they lie on disk."""
         return (self.run_dir.weights_of(step) / "model.safetensors").read_bytes()
 
 
@@ -84,10 +83,7 @@ def run_sft(output: Path, model: Path, data: Path, *flags: str, starts_python: b
 
 
 def run_command(command: list[str], output: Path, *, starts_python: bool = False) -> SftRun:
-    """Run a command that trains to its end. `command`: the path of the command, and its flags. `output`: the directory
-    of its run. `starts_python`: start the processes as a user does, which imports torch; otherwise they are forked from
-    one that has done so, see `forking.popen`.
-    """
+    """Run a command that trains in `output` to its end. `starts_python`: as a user does, not forked."""
     if not starts_python:
         from tests.forking.commands import shared_commands
 
@@ -99,20 +95,14 @@ def run_command(command: list[str], output: Path, *, starts_python: bool = False
 
 
 class LiveRun:
-    """A run that goes on; used as a context manager, which leaves nothing of it behind. `fault`: Python source that
-    runs in each of its processes before anything else.
-    """
+    """A run that goes on, as a context manager that leaves nothing. `fault`: Python that runs first in each process."""
 
     def __init__(self, command: list[str], output: Path, *, fault: str = "") -> None:
         self.run_dir = RunDir(output)
         self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env=os.environ | at_start(fault),
-        )
+        )  # fmt: skip
         self.output = ""
         self.descendants: list[int] = []
 
@@ -149,7 +139,6 @@ class LiveRun:
         return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of the ranks: forked children of the trainer."""
         (trainer,) = psutil.Process(self.process.pid).children()
         return [child for child in trainer.children() if command_line(child) == trainer.cmdline()]
 

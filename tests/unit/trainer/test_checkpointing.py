@@ -31,20 +31,17 @@ from tests.builders.train_states import held_writes
 from tests.runs.processes import HANG_S
 
 
-@pytest.mark.parametrize("ckpt", [None, {}])
-def test_without_a_store_steps_stay_where_they_are(ckpt: dict[str, Any] | None, tmp_path: Path, mesh: Mesh) -> None:
+@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_writes_to_a_store_and_all_wait_for_it_as_long(
+    is_remote: bool, rank: int, tmp_path: Path, mesh: Mesh
+) -> None:
+    ckpt = {"dir": f"file://{tmp_path / 'there'}", "resume_step": 4} if is_remote else {} if rank else None
     config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
-    storage = open_storage(config, RunDir(tmp_path), mesh, older_weights=0)
-    assert type(storage) is Storage and storage.close_s == 0
-
-
-def test_rank_0_alone_writes_to_a_store_and_all_wait_for_it_as_long(tmp_path: Path, mesh: Mesh) -> None:
-    ckpt = {"dir": f"file://{tmp_path / 'there'}", "resume_step": 4}
-    config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
-    main, other = (open_storage(config, RunDir(tmp_path), replace(mesh, rank=rank), older_weights=0) for rank in (0, 1))
-    assert isinstance(main, ObjectStorage) and type(other) is Storage
-    assert main.close_s == other.close_s > 0
-    main.close(HANG_S)
+    storage = open_storage(config, RunDir(tmp_path), replace(mesh, rank=rank), older_weights=0)
+    assert type(storage) is (ObjectStorage if is_remote and rank == 0 else Storage)
+    assert storage.close_s == (CLOSE_S if is_remote else 0)
+    storage.close(HANG_S)
 
 
 def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
@@ -74,8 +71,7 @@ def no_space(*_: object) -> None:
 class Clock:
     """A monotonic clock that stands still until it is told to go on."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -107,16 +103,12 @@ class Loop:
     """A loop whose state is one tensor and a counter, with a saver of its own."""
 
     def __init__(self, directory: Path, mesh: Mesh, *, committed: int | None = None, **config: Any) -> None:
-        self.weight = torch.nn.Linear(1, 1)
         self.counter = {"step": committed or 0}
-        section = CkptConfig(**config)
-        self.stop = StopRequest()
-        self.checkpointer = Checkpointer(
-            directory,
-            {"model": self.weight, "counter": self.counter},
-            save_async=section.save_async,
-            on_failure=section.on_failure,
-        )
+        section, self.stop = CkptConfig(**config), StopRequest()
+        state = {"model": torch.nn.Linear(1, 1), "counter": self.counter}
+        how = {"save_async": section.save_async, "on_failure": section.on_failure}
+        self.checkpointer = Checkpointer(directory, state, **how)
+        self.settle = self.checkpointer.wait
         self.saver = Saver(self.checkpointer, section, mesh, max_steps=MAX_STEPS, committed=committed, stop=self.stop)
 
     def step(self, **attachments: bytes) -> list[int]:
@@ -126,13 +118,12 @@ class Loop:
         self.counter["step"] += 1
         return self.saver.after_step(self.counter["step"], {"loss": 1.0}, attachments)
 
-    def settle(self) -> None:
-        """Wait for the save behind the loop."""
-        self.checkpointer.wait()
+
+Start = Callable[..., Loop]
 
 
 @pytest.fixture
-def start(run_dir: RunDir, mesh: Mesh) -> Callable[..., Loop]:
+def start(run_dir: RunDir, mesh: Mesh) -> Start:
     return lambda **config: Loop(run_dir.checkpoints, mesh, **config)
 
 
@@ -142,7 +133,7 @@ def start(run_dir: RunDir, mesh: Mesh) -> Callable[..., Loop]:
     [({}, [7]), ({"interval": 3}, [3, 6, 7]), ({"interval": 7}, [7]), ({"interval": 1}, list(range(1, 8)))],
 )
 def test_it_saves_every_interval_and_the_final_step(
-    config: dict[str, int], saved: list[int], save_async: bool, start: Callable[..., Loop], run_dir: RunDir
+    config: dict[str, int], saved: list[int], save_async: bool, start: Start, run_dir: RunDir
 ) -> None:
     loop = start(save_async=save_async, **config)
     told = [step for _ in range(MAX_STEPS) for step in loop.step()]
@@ -152,7 +143,7 @@ def test_it_saves_every_interval_and_the_final_step(
     assert manifest.verify(run_dir.checkpoint(7)).metrics == {"loss": 1.0}
 
 
-def test_every_commit_is_told_when_the_next_save_comes_before_the_next_poll(start: Callable[..., Loop]) -> None:
+def test_every_commit_is_told_when_the_next_save_comes_before_the_next_poll(start: Start) -> None:
     """The trainer of `rl` keeps the weights that a commit needs by what it is told."""
     loop = start(interval=1)
     told = loop.step()
@@ -166,7 +157,7 @@ def test_every_commit_is_told_when_the_next_save_comes_before_the_next_poll(star
     loop.saver.close()
 
 
-def test_it_saves_minutes_after_the_last_save(start: Callable[..., Loop], clock: Clock, run_dir: RunDir) -> None:
+def test_it_saves_minutes_after_the_last_save(start: Start, clock: Clock, run_dir: RunDir) -> None:
     loop = start(every_minutes=2.0, interval=5, save_async=False)
     for minutes in (1.0, 1.5, 1.0, 1.5, 1.5, 1.0):  # before steps 1 to 6
         clock.pass_minutes(minutes)
@@ -189,7 +180,7 @@ def test_without_checkpoints_nothing_is_saved_and_nobody_is_asked(run_dir: RunDi
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_a_signal_saves_the_step_that_is_done(save_async: bool, start: Callable[..., Loop], run_dir: RunDir) -> None:
+def test_a_signal_saves_the_step_that_is_done(save_async: bool, start: Start, run_dir: RunDir) -> None:
     loop = start(save_async=save_async)
     loop.step()
     loop.step()
@@ -203,7 +194,7 @@ def test_a_signal_saves_the_step_that_is_done(save_async: bool, start: Callable[
 
 
 @pytest.mark.parametrize("committed", [None, 4])
-def test_what_is_saved_is_not_saved_again(committed: int | None, start: Callable[..., Loop], run_dir: RunDir) -> None:
+def test_what_is_saved_is_not_saved_again(committed: int | None, start: Start, run_dir: RunDir) -> None:
     """Before the first step there is nothing to save; after a resume it is saved."""
     loop = start(committed=committed)
     loop.stop.ask(signal.SIGTERM)
@@ -214,7 +205,7 @@ def test_what_is_saved_is_not_saved_again(committed: int | None, start: Callable
 
 
 def test_a_save_of_the_step_that_is_under_way_is_waited_for(
-    start: Callable[..., Loop], run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+    start: Start, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = start(interval=1)
     with held_writes(monkeypatch) as held:
@@ -230,10 +221,9 @@ def test_a_save_of_the_step_that_is_under_way_is_waited_for(
 
 @pytest.mark.parametrize("save_async", [False, True])
 def test_a_step_whose_save_failed_is_saved_again_before_the_stop(
-    save_async: bool, start: Callable[..., Loop], run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+    save_async: bool, start: Start, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = start(interval=1, save_async=save_async, on_failure="warn")
-
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "write_manifest", no_space)
         loop.step()
@@ -244,7 +234,7 @@ def test_a_step_whose_save_failed_is_saved_again_before_the_stop(
     assert run_dir.committed_steps() == [1]
 
 
-def test_grace_begins_at_the_signal(start: Callable[..., Loop], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grace_begins_at_the_signal(start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = start(grace_s=30, interval=1)
     with held_writes(monkeypatch) as held:
         loop.step()
@@ -258,10 +248,9 @@ def test_grace_begins_at_the_signal(start: Callable[..., Loop], clock: Clock, mo
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "warn"])
-def test_a_failed_save_is_no_stop(on_failure: str, start: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_no_stop(on_failure: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = start(on_failure=on_failure)
     loop.step()
-
     monkeypatch.setattr(manifest, "write_manifest", no_space)
     loop.stop.ask(signal.SIGTERM)
     with pytest.raises(SaveError, match="step 1 could not be saved.*No space left"):
@@ -270,7 +259,7 @@ def test_a_failed_save_is_no_stop(on_failure: str, start: Callable[..., Loop], m
 
 @pytest.mark.parametrize("is_under_way", [True, False])
 def test_the_grace_ends_the_wait(
-    is_under_way: bool, start: Callable[..., Loop], run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+    is_under_way: bool, start: Start, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = start(grace_s=0.05, interval=1 if is_under_way else None)
     with held_writes(monkeypatch) as held:
@@ -285,7 +274,7 @@ def test_the_grace_ends_the_wait(
 
 @pytest.mark.parametrize("on_failure", ["stop", "warn"])
 def test_an_upload_that_failed_for_good_stops_the_loop_or_is_logged(
-    on_failure: str, start: Callable[..., Loop], run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    on_failure: str, start: Start, run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = start(interval=1, on_failure=on_failure)
     storage = loop.saver._storage = ObjectStorage(f"file://{tmp_path / 'there'}")
@@ -307,7 +296,7 @@ def test_an_upload_that_failed_for_good_stops_the_loop_or_is_logged(
 
 
 def test_a_failed_save_stops_the_loop_at_the_next_step_or_is_logged(
-    start: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(manifest, "write_manifest", no_space)
     loop = start(interval=2)

@@ -35,14 +35,9 @@ def test_ranks_inherit_no_cuda(visible: str | None, tiny_model: ModelFactory, sf
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     run = shared_commands().sft(
-        output,
-        tiny_model(weights=False),
-        sft_data,
-        *("--max-steps", "1"),
-        ranks=2,
-        environment=environment,
+        output, tiny_model(weights=False), sft_data, *("--max-steps", "1"), ranks=2, environment=environment,
         trainer_fault=_TELL.format(path=str(told)),
-    )
+    )  # fmt: skip
     assert run.wait().code == 0, run.log
     lines = told.read_text().splitlines()
     assert len(lines) >= 2 and set(lines) == {f"False {visible}"}, lines
@@ -70,14 +65,9 @@ def test_cublas_learns_early_that_sums_are_to_repeat(tiny_model: ModelFactory, s
     tell = _TELL.format(path=str(told)).replace("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
     for name, flags in (("plain", ()), ("deterministic", ("--deterministic",))):
         run = shared_commands().sft(
-            tmp_path / name,
-            tiny_model(weights=False),
-            sft_data,
-            *("--max-steps", "1", *flags),
-            environment={**os.environ, **machine(1)},
-            fault=loading(),
-            trainer_fault=tell,
-        )
+            tmp_path / name, tiny_model(weights=False), sft_data, *("--max-steps", "1", *flags),
+            environment={**os.environ, **machine(1)}, fault=loading(), trainer_fault=tell,
+        )  # fmt: skip
         assert run.wait().code == 2 and "torch finds no GPU here" in run.log, run.log
     assert set(told.read_text().splitlines()) == {"False None", "False :4096:8"}
 

@@ -1,6 +1,4 @@
-"""Every name in the tables of algorithms computes its formula: against a slow reference in float64, in random cases. A
-name without a reference fails, and each leads to its function, its help and its row in the documentation.
-"""
+"""Every name in the tables of algorithms computes its formula, in random cases, and has function, help and docs."""
 
 import shutil
 import tempfile
@@ -98,9 +96,7 @@ STEPS, HALF = 12, 7
 
 
 def play(policy: Policy, step: int, *, imitated: bool = False, by_token: bool = False) -> Batch:
-    """Return a batch that the policy samples, or one that a teacher would: with right tokens alone. `by_token`: whether
-    every token has a reward of its own beside that of the whole.
-    """
+    """Return a batch of the policy, or a teacher's: right tokens alone. `by_token`: each token has a reward, too."""
     generator = torch.Generator().manual_seed(step)
     tasks = torch.arange(GROUPS).repeat_interleave(GROUP_SIZE)
     ids = torch.stack([torch.full_like(tasks, 4), 5 + tasks], dim=1)

@@ -1,6 +1,4 @@
-"""Every family of models computes what plain transformers does, packed and unpacked, or is refused in one line.
-`UPDATE_DOCS=1 pytest tests/unit/trainer/test_families.py` writes the table of docs/models.md.
-"""
+"""Every family computes what transformers does, or is refused. `UPDATE_DOCS=1 pytest …` writes docs/models.md."""
 
 from copy import deepcopy
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Between the micro-batches of a step nothing waits for the device: steps run on torch's `meta` device, where whatever
-reads a number fails at its line. A plain copy to a GPU waits for all before it, one by `to_device` does not.
-"""
+"""Nothing waits for the device within a step: on `meta` whatever reads a number fails; copies must be `to_device`."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from holdfast.config.training import ParallelConfig, SftOptimConfig
 from holdfast.errors import ConfigError, NodeLost, ProcessDied, RunDirError
 from holdfast.launcher import node_group
 from holdfast.launcher.launch import launch_on_nodes, plan_on_node
-from holdfast.launcher.node_group import NodeGroup, NodePart
+from holdfast.launcher.node_group import NodeGroup, NodePart, StopOrder
 from holdfast.launcher.rendezvous import Rendezvous, free_port
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.heartbeat import awake_s
@@ -31,6 +32,7 @@ from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, NodeLink, meeti
 from holdfast.trainer.stop import StopRequest
 from tests.faults.disks import Disk
 from tests.runs.processes import HANG_S
+from tests.runs.processes import wait_until as until
 
 PAUSE_S = 0.02
 
@@ -70,7 +72,6 @@ class Nodes:
         return self._threads.submit(group.gather, pause, self.said.append)
 
     def begin(self, leader: NodeGroup, other: NodeGroup, *, number: int = 1) -> tuple[NodePart, NodePart]:
-        """Bring both into attempt `number`."""
         joining = self.gather(other)
         assert self.gather(leader).result(HANG_S) is None
         if not self.run_dir.holds_run():
@@ -100,26 +101,17 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     made.end()
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(PAUSE_S)
-
-
 def reason(group: NodeGroup, *others: NodeGroup) -> str:
     """Return the reason of its next verdict, while the others go on as well."""
-    found = []
 
-    def look() -> bool:
+    def look() -> StopOrder | None:
         for other in others:
             other.stop_order()
-        verdict = group.stop_order()
-        found[:] = [verdict] if verdict else []
-        return bool(verdict)
+        return group.stop_order()
 
-    until(look)
-    return found[0].reason
+    verdict = until(look)
+    assert verdict is not None
+    return verdict.reason
 
 
 def test_the_first_leads_and_all_get_one_attempt(nodes: Nodes) -> None:
@@ -158,11 +150,9 @@ def test_nobody_begins_before_the_trainers_of_all_have_ended(nodes: Nodes) -> No
 def test_a_node_with_another_command_is_refused_with_both_names(
     nodes: Nodes, changes: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    leader = nodes.group()
-    waiting = nodes.gather(leader)
-    with pytest.raises(ConfigError) as refused:
+    waiting = nodes.gather(nodes.group())
+    with pytest.raises(ConfigError, match=says) as refused:
         nodes.gather(nodes.group(**changes)).result(HANG_S)
-    assert says in str(refused.value)
     assert str(refused.value).count(Holder.me().host) == 2
     assert says in capsys.readouterr().out  # of the one that leads
     assert not waiting.done()  # it waits on for the right one
@@ -274,22 +264,25 @@ def test_a_lost_node_that_asks_twice_comes_again_once(nodes: Nodes) -> None:
     node.end()
 
 
-def test_nodes_wait_for_one_another_no_longer_than_is_set(nodes: Nodes) -> None:
-    with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*1 of 2 nodes are here"):
-        nodes.gather(nodes.group(parallel={"rdzv_timeout_s": 0.2})).result(HANG_S)
-    with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*waiting for the head node"):
-        nodes.gather(nodes.group(rank=1, parallel={"rdzv_timeout_s": 0.2, "rdzv_endpoint": "localhost:1"})).result(
-            HANG_S
-        )
-
-
-def test_one_node_too_many_is_waited_for_no_longer_than_is_set(nodes: Nodes) -> None:
-    leader, *others = (nodes.group(parallel={"rdzv_timeout_s": 0.2}) for _ in range(3))
-    for other in others:
-        nodes.gather(other)
-    until(lambda: len(leader._rendezvous.others()) == 2)
-    with pytest.raises(NodeLost, match=r"waited in vain for 0\.2 s .*3 commands are here, and parallel\.nodes is 2"):
-        nodes.gather(leader).result(HANG_S)
+@pytest.mark.parametrize(
+    ("others", "changes", "says"),
+    [
+        (0, {}, "1 of 2 nodes are here"),
+        (0, {"rank": 1, "endpoint": "localhost:1"}, "waiting for the head node"),
+        (2, {}, r"3 commands are here, and parallel\.nodes is 2"),
+    ],
+    ids=["too few", "no head", "too many"],
+)
+def test_nodes_wait_for_one_another_no_longer_than_is_set(
+    nodes: Nodes, others: int, changes: dict[str, Any], says: str
+) -> None:
+    endpoint = {"rdzv_endpoint": changes["endpoint"]} if changes else {}
+    group = nodes.group(rank=changes.get("rank"), parallel={"rdzv_timeout_s": 0.2, **endpoint})
+    for _ in range(others):
+        nodes.gather(nodes.group(parallel={"rdzv_timeout_s": 0.2}))
+    until(lambda: len(group._rendezvous.others()) == others)
+    with pytest.raises(NodeLost, match=rf"waited in vain for 0\.2 s .*{says}"):
+        nodes.gather(group).result(HANG_S)
 
 
 def test_a_signal_ends_the_wait(nodes: Nodes) -> None:
@@ -388,8 +381,7 @@ def test_a_signal_to_one_node_stops_all_with_one_exit_code(nodes: Nodes) -> None
     leader, other = nodes.group(), nodes.group()
     nodes.begin(leader, other)
     leaving = nodes._threads.submit(other.leave, 138)
-    until(lambda: leader.stop_order())
-    verdict = leader.stop_order()
+    verdict = until(leader.stop_order)
     assert verdict is not None and verdict.signal == 10
     assert leaving.result(HANG_S) == 138
     assert nodes.gather(leader).result(HANG_S) == 10
@@ -427,17 +419,14 @@ def test_a_new_run_goes_on_with_nothing(nodes: Nodes) -> None:
 
 
 def test_who_must_lead_and_cannot_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = "no.such.host.invalid"
     nodes.group()
     with pytest.raises(ConfigError, match=r"nodes cannot meet at localhost:.* Choose a free port of this machine"):
         nodes.group(rank=0)
     monkeypatch.setattr("holdfast.launcher.rendezvous._STORE_S", 0.5)
-    nowhere = "no.such.host.invalid"
     with pytest.raises(ConfigError, match=rf"nodes cannot meet at {nowhere}:\d+: this machine knows no '{nowhere}'\. "):
         nodes.group(rank=0, parallel={"rdzv_endpoint": f"{nowhere}:{nodes.port}"})
-
-
-def test_only_a_host_that_is_here_can_lead(nodes: Nodes) -> None:
-    for elsewhere in ("192.0.2.1", "no.such.host.invalid"):  # an address of documentation
+    for elsewhere in ("192.0.2.1", nowhere):  # an address of documentation
         assert not nodes.group(parallel={"rdzv_endpoint": f"{elsewhere}:{nodes.port}"}).is_head
 
 
@@ -452,15 +441,10 @@ class Node:
     def __init__(self, server: TCPStore, rank: int, *, silent_s: float = HANG_S, ending_s: float = 0.0) -> None:
         self.stop = StopRequest()
         self.lost: queue.Queue[str] = queue.Queue()
-        port = server.port
-
-        def connect() -> TCPStore:
-            timeout = timedelta(seconds=HANG_S)
-            return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-        self.link = NodeLink(
-            connect, rank=rank, nodes=2, stop=self.stop, lose=self.lost.put, silent_s=silent_s, ending_s=ending_s
-        )
+        timeout = timedelta(seconds=HANG_S)
+        connect = partial(TCPStore, "127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        how = {"stop": self.stop, "lose": self.lost.put, "silent_s": silent_s, "ending_s": ending_s}
+        self.link = NodeLink(connect, rank=rank, nodes=2, **how)
 
 
 @pytest.fixture
@@ -488,19 +472,15 @@ def test_a_node_that_falls_silent_is_named(server: TCPStore, silent: int) -> Non
     assert f"node {silent} has sent no heartbeat" in listens.lost.get(timeout=HANG_S)
 
 
-def test_a_lost_store_is_the_loss_of_node_0() -> None:
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_a_lost_store_is_the_loss_of_node_0_but_at_the_end(is_ending: bool) -> None:
     servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    node = Node(servers[0], 1)
+    node = Node(servers[0], 1, ending_s=HANG_S if is_ending else 0.0)
     until(lambda: servers[0].check(["holdfast/beat/1"]))
     servers.clear()
-    assert "node 0 cannot be reached" in node.lost.get(timeout=HANG_S)
-
-
-def test_at_its_end_a_node_loses_nobody() -> None:
-    servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    node = Node(servers[0], 1, ending_s=HANG_S)
-    until(lambda: servers[0].check(["holdfast/beat/1"]))
-    servers.clear()
+    if not is_ending:
+        assert "node 0 cannot be reached" in node.lost.get(timeout=HANG_S)
+        return
     node.link.end()
     until(lambda: "nodes" not in [thread.name for thread in threading.enumerate()])
     assert node.lost.empty()
@@ -514,9 +494,6 @@ def test_a_node_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch, num
     with pytest.raises(ConfigError, match=NODE_RANK_ENV):
         node_rank(ParallelConfig(nodes=2, rdzv_endpoint="head"))
     assert node_rank(ParallelConfig()) == 0
-
-
-def test_nodes_without_a_place_to_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NODE_RANK_ENV, "1")
     with pytest.raises(ConfigError, match=r"parallel\.rdzv_endpoint"):
         node_rank(ParallelConfig(nodes=2))
@@ -530,32 +507,17 @@ def test_nodes_without_a_place_to_meet_are_refused(monkeypatch: pytest.MonkeyPat
         ("head:29500", ("head", 29500)),
         ("10.0.0.1:1", ("10.0.0.1", 1)),
         ("[fd00::1]:29500", ("fd00::1", 29500)),
+        *((wrong, None) for wrong in ("", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1")),
+        *((wrong, None) for wrong in ("http://head", "me@head:1", "[fd00::1", "a..b:1")),
     ],
 )
-def test_where_nodes_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str, place: tuple[str, int]) -> None:
+def test_where_nodes_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str, place: tuple[str, int] | None) -> None:
+    if place is None:
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            ParallelConfig(rdzv_endpoint=endpoint)
+        return
     monkeypatch.delenv(ENDPOINT_ENV, raising=False)
     assert ParallelConfig(rdzv_endpoint=endpoint).rendezvous == place
     assert meeting_point(ParallelConfig(rdzv_endpoint=endpoint)) == place
     monkeypatch.setenv(ENDPOINT_ENV, endpoint)
     assert meeting_point(ParallelConfig(rdzv_endpoint="elsewhere")) == place
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "",
-        ":29500",
-        "head:",
-        "head:x",
-        "head:0",
-        "head:70000",
-        "a b:1",
-        "http://head",
-        "me@head:1",
-        "[fd00::1",
-        "a..b:1",
-    ],
-)
-def test_what_is_no_place_to_meet_is_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="HOST:PORT"):
-        ParallelConfig(rdzv_endpoint=endpoint)

@@ -78,7 +78,7 @@ def test_a_schedule_that_ends_at_a_step_of_its_own_ignores_max_steps(schedule: s
     assert (schedule_end(fixed, 40), schedule_end(stretched, 40), schedule_end(OptimConfig(), 40)) == (20, 40, None)
 
 
-def test_warm_up_must_fit_before_the_end_of_the_schedule() -> None:
+def test_warm_up_must_fit_before_the_end_of_the_schedule_and_muon_what_is_trained() -> None:
     with pytest.raises(ValueError, match="warmup_steps .5. must be below optim.schedule_steps .5."):
         SftConfig.model_validate({"max_steps": 40, "optim": {"warmup_steps": 5, "schedule_steps": 5}})
     with pytest.raises(ValueError, match="warmup_steps .5. must be below max_steps .5."):
@@ -87,6 +87,11 @@ def test_warm_up_must_fit_before_the_end_of_the_schedule() -> None:
     with pytest.raises(ValueError, match="critic.optim.warmup_steps .5. must be below max_steps .5."):
         critic = {"optim": {"warmup_steps": 5}}
         TrainerConfig.model_validate({"max_steps": 5, "advantage": "gae", "critic": critic})
+    with pytest.raises(ValueError, match="momentum = 0.9 is for type = 'muon'"):
+        OptimConfig(momentum=0.9)
+    for config in (SftConfig, TrainerConfig):
+        with pytest.raises(ValueError, match="optim.type = 'muon' is for whole matrices, and model.lora"):
+            config.model_validate({"optim": {"type": "muon"}, "model": {"lora": {}}})
 
 
 @pytest.mark.parametrize(("limit", "scale"), [(math.inf, 1.0), (20.0, 1.0), (5.0, 0.5)])
@@ -200,11 +205,3 @@ def test_a_parameter_without_a_gradient_stays(tiny_model: Callable[..., Path]) -
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     update_parameters(build_optimizer(model, MUON), lr=0.1)
     assert all(torch.equal(one, before[name]) for name, one in model.named_parameters())
-
-
-def test_muon_is_refused_where_it_is_not_what_it_says() -> None:
-    with pytest.raises(ValueError, match="momentum = 0.9 is for type = 'muon'"):
-        OptimConfig(momentum=0.9)
-    for config in (SftConfig, TrainerConfig):
-        with pytest.raises(ValueError, match="optim.type = 'muon' is for whole matrices, and model.lora"):
-            config.model_validate({"optim": {"type": "muon"}, "model": {"lora": {}}})

@@ -18,6 +18,7 @@ from holdfast.errors import CheckpointError
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.checkpoint.state import ObjectsState, decode, encode
+from tests.builders.train_states import copied, same
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -198,7 +199,7 @@ def test_every_scheduler_goes_on(kind: str, tmp_path: Path) -> None:
 VALUES: dict[str, Any] = {
     "counters": {"step": 3, "loss": 0.1, "done": True, "none": None, "text": "é\n", "large": 2**80, "tiny": 5e-324},
     "tuples": {"state": (3, (1, 2), None), "list": [1, [2]], "empty": ()},
-    "infinite": {"best": float("inf"), "worst": float("-inf")},
+    "no numbers": {"best": float("inf"), "worst": float("-inf"), "none": float("nan")},
     "keys": {1: "a", (2, 3): {"b": 4}, None: 5, False: 6},
     "bytes": {"data": b"\x00\xff", "$tuple": [1], "$x": {"$float": "inf"}},
 }
@@ -209,11 +210,10 @@ def test_values_come_back_as_they_were(kind: str, tmp_path: Path) -> None:
     save_state(tmp_path / "saved", {"values": VALUES[kind]}, step=7)
     found: dict[Any, Any] = {"old": 1}
     assert load_state_with_optimizer(tmp_path / "saved", {"values": found}) == 7
-    assert found == VALUES[kind] and repr(found) == repr(VALUES[kind])
+    assert repr(found) == repr(VALUES[kind])
 
 
-def test_not_a_number_and_counters_survive() -> None:
-    assert repr(decode(encode({"a": float("nan")}, "x"))) == "{'a': nan}"
+def test_counters_survive() -> None:
     assert decode(encode(Counter("aab"), "x")) == {"a": 2, "b": 1}
 
 
@@ -284,12 +284,16 @@ def whole_state(**other: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "progress": {"step": 1}} | other
 
 
+def renamed(old: str, new: str) -> dict[str, Any]:
+    return {new if name == old else name: part for name, part in whole_state().items()}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: {"net" if k == "model" else k: v for k, v in whole_state().items()}, r"lacks .*net\.first\.bias"),
-        (lambda: {"opt" if k == "optimizer" else k: v for k, v in whole_state().items()}, r"besides optimizer\."),
-        (lambda: {"count" if k == "progress" else k: v for k, v in whole_state().items()}, r"\['count', 'optimizer'\]"),
+        (lambda: renamed("model", "net"), r"lacks .*net\.first\.bias"),
+        (lambda: renamed("optimizer", "opt"), r"besides optimizer\."),
+        (lambda: renamed("progress", "count"), r"\['count', 'optimizer'\]"),
         (lambda: whole_state(model=nn.Linear(2, 2)), "does not fit this model"),
         (lambda: whole_state(extra={}), "the names that it was saved with"),
     ],
@@ -300,20 +304,18 @@ def test_other_names_are_refused_and_nothing_is_touched(
 ) -> None:
     save_state(tmp_path / "saved", whole_state())
     state = make()
-    before = {name: tensor.clone() for name, tensor in ObjectsState(state).tensors().items()}
+    before = copied(ObjectsState(state).tensors())
     with pytest.raises(CheckpointError, match=message):
         load_state_with_optimizer(tmp_path / "saved", state)
-    after = ObjectsState(state).tensors()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert same(before, copied(ObjectsState(state).tensors()))
 
 
 def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
     model = make_net(0)
     save_state(tmp_path / "saved", {"model": model, "optimizer": in_two_groups(model)})
+    one = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     with pytest.raises(CheckpointError, match="'optimizer' of the checkpoint has 2 parameter groups, this one 1"):
-        load_state_with_optimizer(
-            tmp_path / "saved", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-        )
+        load_state_with_optimizer(tmp_path / "saved", one)
 
 
 def test_what_holds_weights_alone_is_no_full_state(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -331,12 +333,12 @@ def test_what_holds_weights_alone_is_no_full_state(tiny_model: Callable[..., Pat
 
 
 def test_a_state_has_a_directory_of_any_name_and_is_not_written_over(tmp_path: Path) -> None:
-    state = whole_state()
-    save_state(str(tmp_path / "deep" / "best"), state, step=4)
+    state, best = whole_state(), tmp_path / "deep" / "best"
+    save_state(str(best), state, step=4)
     with pytest.raises(Exception, match="best exists already"):
-        save_state(tmp_path / "deep" / "best", state)
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["best"]
-    assert load_state_with_optimizer(tmp_path / "deep" / "best", state) == 4
+        save_state(best, state)
+    assert [*best.parent.iterdir()] == [best]
+    assert load_state_with_optimizer(best, state) == 4
 
 
 _PROGRAM = """

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor
 
 from holdfast.errors import CheckpointError, SaveError
@@ -24,50 +23,33 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import save_state
 from holdfast.trainer.checkpoint.dcp import IndexReader
 from holdfast.trainer.checkpoint.init_from import load_weights_only
-from holdfast.trainer.export import (
-    Export,
-    Group,
-    TensorReader,
-    describe,
-    export,
-    new_directory,
-)
+from holdfast.trainer.export import Export, Group, TensorReader, describe, export, new_directory
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.tensor_names import SafetensorsWriter
 from tests.builders.checkpoint_files import write_checkpoint
 
 NAMES = [
-    "os system",
-    "builtins eval",
-    "pathlib os.system",
-    "torch load",
-    "torch Size.__class__",
-    "torch.serialization os.system",
-    "torch.distributed.checkpoint.metadata os.system",
+    "os system", "builtins eval", "pathlib os.system", "torch load", "torch Size.__class__",
+    "torch.serialization os.system", "torch.distributed.checkpoint.metadata os.system",
     "torch.distributed.checkpoint.filesystem FileSystem.rm_file",
-]
+]  # fmt: skip
 
 Read = Callable[[Path], object]
 
 
 def read_names(directory: Path) -> object:
-    """List the tensors of the directory."""
     return IndexReader(directory).only_tensors()
 
 
 def load_weights(directory: Path) -> object:
-    """Fill a model from the directory."""
     return load_weights_only({"weight": torch.zeros(2)}, directory)
 
 
 def calls(name: str, argument: str) -> list[bytes]:
     """Return pickles that call a function, as the old and the new protocols name it."""
     module, attribute = name.split(" ")
-    given = b"(V" + argument.encode() + b"\ntR."
-    return [
-        f"c{module}\n{attribute}\n".encode() + given,
-        b"\x80\x04" + f"V{module}\nV{attribute}\n".encode() + b"\x93" + given,
-    ]
+    named = (f"c{module}\n{attribute}\n".encode(), f"\x80\x04V{module}\nV{attribute}\n\x93".encode("latin-1"))
+    return [function + b"(V" + argument.encode() + b"\ntR." for function in named]
 
 
 @pytest.mark.parametrize("read", [read_names, TensorReader, load_weights])
@@ -82,7 +64,10 @@ def test_an_index_can_name_nothing_but_parts_of_an_index(name: str, read: Read, 
     assert not mark.exists()
 
 
-def test_an_index_must_be_one(tmp_path: Path) -> None:
+def test_an_index_must_be_there_and_be_one(tmp_path: Path) -> None:
+    for reads in (IndexReader(tmp_path).tensors, lambda: TensorReader(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"/\.metadata cannot be read"):
+            reads()
     (tmp_path / ".metadata").write_bytes(pickle.dumps([1, 2]))
     with pytest.raises(CheckpointError, match="it holds a list, not an index of tensors"):
         read_names(tmp_path)
@@ -116,43 +101,28 @@ def test_weights_beside_a_foreign_index_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../../payload", "/etc/passwd", "trainer/../../x", "", "a\0b"])
 def test_a_manifest_names_files_of_its_directory_alone(name: str, tmp_path: Path) -> None:
-    other, mine = RunDir(tmp_path / "other"), RunDir(tmp_path / "mine")
-    directory = write_checkpoint(other, 1)
+    mine, directory = RunDir(tmp_path / "mine"), write_checkpoint(RunDir(tmp_path / "other"), 1)
     listing = manifest.read_manifest(directory)
     listing.files[name] = FileEntry(0, "")
-    with pytest.raises(CheckpointError, match="names a file outside of its directory"):
-        decode_manifest(encode_manifest(listing), "it")
     manifest.write_manifest(directory, listing)
-    with pytest.raises(CheckpointError, match="names a file outside"):
-        manifest.verify(directory)
-    with pytest.raises(CheckpointError, match="names a file outside"):
-        copy_fork(find_fork(directory, mine, how="full"), mine, how="full")
+    for reads in (
+        lambda: decode_manifest(encode_manifest(listing), "it"),
+        lambda: manifest.verify(directory),
+        lambda: copy_fork(find_fork(directory, mine, how="full"), mine, how="full"),
+    ):
+        with pytest.raises(CheckpointError, match="names a file outside of its directory"):
+            reads()
     assert not mine.checkpoints.exists()
 
 
-@pytest.fixture
-def mixed(tmp_path: Path, mesh: Mesh) -> Path:
-    """Return a directory with a tensor and an object."""
-    torch_dcp.save({"weight": torch.ones(2, 3), "note": "of another loop"}, checkpoint_id=tmp_path / "mixed")
-    return tmp_path / "mixed"
-
-
-def test_tensors_are_found_among_other_objects(mixed: Path) -> None:
-    found = IndexReader(mixed).tensors()
-    assert {name: tuple(entry.size) for name, entry in found.items()} == {"weight": (2, 3)}
-
-
-def test_a_checkpoint_with_other_objects_than_tensors_is_none_of_ours(mixed: Path) -> None:
+def test_tensors_are_found_among_other_objects_and_only_tensors_are_ours(tmp_path: Path, mesh: Mesh) -> None:
+    index = IndexReader(saved(tmp_path / "mixed", {"weight": torch.ones(2, 3), "note": "of another loop"}))
+    assert {name: tuple(entry.size) for name, entry in index.tensors().items()} == {"weight": (2, 3)}
     with pytest.raises(CheckpointError, match="mixed holds objects that are not tensors: note"):
-        IndexReader(mixed).only_tensors()
+        index.only_tensors()
 
 
-def test_an_index_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"/\.metadata cannot be read"):
-        IndexReader(tmp_path).tensors()
-
-
-def saved(directory: Path, tensors: dict[str, Tensor]) -> Path:
+def saved(directory: Path, tensors: dict[str, Any]) -> Path:
     dcp.save(dict(tensors), checkpoint_id=directory)
     return directory
 
@@ -165,7 +135,8 @@ def tensors(mesh: Mesh, tmp_path: Path) -> Path:
     return saved(tmp_path / "tensors", named)
 
 
-def test_tensors_are_read_one_by_one(tensors: Path, tmp_path: Path) -> None:
+def test_tensors_are_read_one_by_one_and_counted_by_the_first_part_of_their_names(tensors: Path) -> None:
+    assert describe(tensors) == {"model": Group(2, 4, 2 * 4 + 2 * 2), "optim": Group(1, 1, 4)}
     reader = TensorReader(tensors)
     assert torch.equal(reader.read("model.near"), torch.tensor([3.0, 4.0]))
     assert reader.read("optim.same.step").shape == ()
@@ -174,12 +145,6 @@ def test_tensors_are_read_one_by_one(tensors: Path, tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(CheckpointError, match=r"loading .*tensors failed"):
         reader.read("model.near")
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
-        TensorReader(tmp_path)
-
-
-def test_tensors_are_counted_by_the_first_part_of_their_names(tensors: Path) -> None:
-    assert describe(tensors) == {"model": Group(2, 4, 2 * 4 + 2 * 2), "optim": Group(1, 1, 4)}
 
 
 def test_files_hold_no_more_than_asked_unless_one_tensor_does(tmp_path: Path) -> None:

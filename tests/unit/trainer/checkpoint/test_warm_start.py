@@ -21,12 +21,14 @@ from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError
 from holdfast.run.checkpoints import kind_of
 from holdfast.run.inputs import check_warm_start
+from holdfast.trainer.checkpoint import init_from
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
-from tests.builders.checkpoint_files import commit
+from tests.builders.checkpoint_files import commit, flip
 from tests.conftest import ModelFactory
 
+Make = Callable[[Path, Path], Path]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -93,8 +95,7 @@ def as_dcp_of_an_app(model: Path, directory: Path) -> Path:
 
 
 def as_dcp_beside_an_optimizer(model: Path, directory: Path) -> Path:
-    state = {**weights_of(model), "optimizer": {"exp_avg": torch.zeros(3)}}
-    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    dcp.save({**weights_of(model), "optimizer": {"exp_avg": torch.zeros(3)}}, checkpoint_id=directory, no_dist=True)
     return directory
 
 
@@ -107,16 +108,12 @@ def as_file(model: Path, directory: Path) -> Path:
     [make_checkpoint, as_hugging_face, as_shards, as_published_weights, as_dcp,
      as_dcp_of_an_app, as_dcp_beside_an_optimizer, as_file],
 )  # fmt: skip
-def test_every_kind_of_source_gives_the_same_weights(
-    make: Callable[[Path, Path], Path], model: Path, tmp_path: Path
-) -> None:
+def test_every_kind_of_source_gives_the_same_weights(make: Make, model: Path, tmp_path: Path) -> None:
     assert_loaded(make(model, tmp_path / "source"), model)
 
 
 @pytest.mark.parametrize("make", [make_checkpoint, as_dcp, as_file])
-def test_sharded_tensors_are_filled(
-    make: Callable[[Path, Path], Path], tiny_model: ModelFactory, tmp_path: Path, mesh: Mesh
-) -> None:
+def test_sharded_tensors_are_filled(make: Make, tiny_model: ModelFactory, tmp_path: Path, mesh: Mesh) -> None:
     model = tiny_model(num_hidden_layers=1)
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     fully_shard(causal_lm, mesh=mesh.device_mesh)
@@ -128,13 +125,8 @@ def test_sharded_tensors_are_filled(
 
 @pytest.mark.parametrize("make", [as_dcp, as_file])
 def test_other_dtypes_are_cast_and_the_log_says_so(
-    make: Callable[[Path, Path], Path],
-    tiny_model: ModelFactory,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make, tiny_model: ModelFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.trainer.checkpoint.init_from._BUFFER_BYTES", 5000)  # several groups of buffers
     half = tmp_path / "half"
     half.mkdir()
     model = tiny_model(num_hidden_layers=1)
@@ -142,7 +134,8 @@ def test_other_dtypes_are_cast_and_the_log_says_so(
     save_file(expected, half / "model.safetensors")
     shutil.copy(model / "config.json", half)
     tensors = empty(model)
-    with caplog.at_level(logging.INFO, logger="trainer"):
+    with caplog.at_level(logging.INFO, logger="trainer"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(init_from, "_BUFFER_BYTES", 5000)  # several groups of buffers
         load_weights_only(tensors, make(half, tmp_path / "source"))
     for name, tensor in tensors.items():
         assert torch.equal(tensor, expected[name].float()), name
@@ -160,35 +153,27 @@ def written(path: Path, tensors: dict[str, Tensor]) -> Path:
 def test_a_tied_model_takes_either_name_or_both(tiny_model: ModelFactory, tmp_path: Path) -> None:
     model = tiny_model(num_hidden_layers=1)
     weights = weights_of(model)
+    embedding = weights[EMBEDDING]
     assert HEAD not in weights
-    assert_loaded(written(tmp_path / "both.safetensors", weights | {HEAD: weights[EMBEDDING]}), model)
     head_only = {name: tensor for name, tensor in weights.items() if name != EMBEDDING}
-    assert_loaded(written(tmp_path / "head.safetensors", head_only | {HEAD: weights[EMBEDDING]}), model)
+    for name, some in (("both", weights), ("head", head_only)):
+        assert_loaded(written(tmp_path / f"{name}.safetensors", some | {HEAD: embedding}), model)
     values = "lm_head.weight differs from model.embed_tokens.weight .*tie_word_emb"
     kind = "it lacks nothing and has besides lm_head.weight"
-    for other, said in (
-        (weights[EMBEDDING] + 1, values),
-        (weights[EMBEDDING].half(), values),
-        (weights[EMBEDDING][1:], kind),
-    ):
+    for other, said in ((embedding + 1, values), (embedding.half(), values), (embedding[1:], kind)):
         different = written(tmp_path / "different.safetensors", weights | {HEAD: other})
         with pytest.raises(CheckpointError, match=said):
             load_weights_only(empty(model), different)
 
 
 def test_numbers_of_an_unknown_kind_and_quantized_weights_are_refused(model: Path, tmp_path: Path) -> None:
-    file = written(tmp_path / "odd.safetensors", weights_of(model) | {"odd": torch.ones(2, dtype=torch.uint64)})
-    with pytest.raises(CheckpointError, match=f"{file}: odd has the dtype U64, which is not known"):
-        load_weights_only(empty(model), file)
-    # Quantized weights are refused.
-    weights = weights_of(model) | {EMBEDDING: torch.zeros(128, 32, dtype=torch.int8)}
-    with pytest.raises(CheckpointError, match="torch.int8 there"):
-        load_weights_only(empty(model), written(tmp_path / "q.safetensors", weights))
-
-
-def test_an_untied_model_does_not_take_the_weights_of_a_tied_one(tiny_model: ModelFactory) -> None:
-    with pytest.raises(CheckpointError, match="it lacks lm_head.weight and has besides nothing"):
-        load_weights_only(empty(tiny_model(tied=False, num_hidden_layers=1)), tiny_model(num_hidden_layers=1))
+    file = tmp_path / "odd.safetensors"
+    for odd, said in (
+        ({"odd": torch.ones(2, dtype=torch.uint64)}, f"{file}: odd has the dtype U64, which is not known"),
+        ({EMBEDDING: torch.zeros(128, 32, dtype=torch.int8)}, "torch.int8 there"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            load_weights_only(empty(model), written(file, weights_of(model) | odd))
 
 
 def test_what_older_files_hold_besides_weights_is_ignored(model: Path, tmp_path: Path) -> None:
@@ -198,31 +183,28 @@ def test_what_older_files_hold_besides_weights_is_ignored(model: Path, tmp_path:
 
 @pytest.mark.parametrize("make", [make_checkpoint, as_dcp, as_file, as_published_weights])
 def test_another_model_is_refused_before_a_tensor_is_touched(
-    make: Callable[[Path, Path], Path], tiny_model: ModelFactory, tmp_path: Path
+    make: Make, tiny_model: ModelFactory, tmp_path: Path
 ) -> None:
-    source = make(tiny_model(num_hidden_layers=1), tmp_path / "source")
-    for model, text in (
-        (tiny_model(num_hidden_layers=2), "lacks model.layers.1.* and 8 more and has besides nothing"),
-        (tiny_model(num_hidden_layers=1, hidden_size=16), r"model.embed_tokens.weight is \(128, 32\).* \(128, 16\)"),
-    ):  # fmt: skip
+    one, two = (tiny_model(num_hidden_layers=number) for number in (1, 2))
+    source = make(one, tmp_path / "source")
+    for model, taken, text in (
+        (two, source, "lacks model.layers.1.* and 8 more and has besides nothing"),
+        (tiny_model(num_hidden_layers=1, hidden_size=16), source, r"embed_tokens.weight is \(128, 32\).* \(128, 16\)"),
+        (one, two, "has besides model.layers.1"),
+        (tiny_model(tied=False, num_hidden_layers=1), one, "it lacks lm_head.weight and has besides nothing"),
+    ):
         tensors = empty(model)
         with pytest.raises(CheckpointError, match=text) as caught:
-            load_weights_only(tensors, source)
-        assert str(source) in str(caught.value) and str(kind_of(source)) in str(caught.value)
+            load_weights_only(tensors, taken)
+        assert str(taken) in str(caught.value) and str(kind_of(taken)) in str(caught.value)
         assert all(tensor.isnan().all() for tensor in tensors.values())
-    with pytest.raises(CheckpointError, match="has besides model.layers.1"):
-        load_weights_only(empty(tiny_model(num_hidden_layers=1)), tiny_model(num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("make", [make_checkpoint, as_published_weights])
-def test_damage_is_found_before_a_tensor_is_touched(
-    make: Callable[[Path, Path], Path], model: Path, tmp_path: Path
-) -> None:
+def test_damage_is_found_before_a_tensor_is_touched(make: Make, model: Path, tmp_path: Path) -> None:
     source = make(model, tmp_path / "source")
     largest = max((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[-1] ^= 1
-    largest.write_bytes(content)
+    flip(largest)
     tensors = empty(model)
     with pytest.raises(CheckpointError, match=f"{largest} is damaged"):
         load_weights_only(tensors, source)
@@ -235,9 +217,7 @@ def test_damage_is_found_before_a_tensor_is_touched(
     [(as_hugging_face, "model.safetensors"),
      (as_shards, "model.safetensors.index.json"), (as_dcp, ".metadata"), (as_dcp, "__0_0.distcp")],
 )  # fmt: skip
-def test_a_cut_file_is_one_message_that_names_it(
-    make: Callable[[Path, Path], Path], name: str, model: Path, tmp_path: Path
-) -> None:
+def test_a_cut_file_is_one_message_that_names_it(make: Make, name: str, model: Path, tmp_path: Path) -> None:
     source = make(model, tmp_path / "source")
     content = (source / name).read_bytes()
     (source / name).write_bytes(content[: len(content) // 2])
@@ -249,14 +229,21 @@ def test_a_missing_file_of_an_index_and_what_holds_no_weights_are_named(model: P
     source = as_shards(model, tmp_path / "source")
     gone = sorted(source.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(CheckpointError, match=f"{gone} cannot be read"):
-        load_weights_only(empty(model), source)
-    # What holds no weights is named.
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("")
-    for name, found in (("empty", "an empty directory"), ("notes.txt", "a file of no known kind"), ("no", "nothing:")):
-        with pytest.raises(CheckpointError, match=f"{tmp_path / name} .*it is {found}.*Needed: a checkpoint"):
-            load_weights_only(empty(model), tmp_path / name)
+    for path, said in (
+        (source, f"{gone} cannot be read"),
+        *(
+            (tmp_path / name, f"{tmp_path / name} .*it is {found}.*Needed: a checkpoint")
+            for name, found in (
+                ("empty", "an empty directory"),
+                ("notes.txt", "a file of no known"),
+                ("no", "nothing:"),
+            )
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            load_weights_only(empty(model), path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "state.pt"])

@@ -28,7 +28,7 @@ _TEXTS = st.lists(st.sampled_from(_WORDS), max_size=5).map("".join) | st.text(ma
 
 @cache
 def tokenizers_of(kind: str, template: str, adds_bos: bool) -> tuple[Any, Tokenizer]:
-    theirs = make_tokenizer(kind, (TEMPLATES | ODD)[template], adds_bos=adds_bos)
+    theirs = make_tokenizer(kind, (TEMPLATES | ODD).get(template, template), adds_bos=adds_bos)
     return theirs, chat_tokenizer(theirs)
 
 
@@ -71,14 +71,10 @@ def test_a_chat_has_the_tokens_of_transformers_or_is_refused(
 
 
 REASONS = (
-    "System role not supported",
-    "Only user and assistant roles",
-    "the tokenizer joins the end of its prompt",
-    "the generation prompt of the chat template ends with '<think>",
-    "takes the thoughts out",
-    "changes earlier turns",
+    "System role not supported", "Only user and assistant roles", "the tokenizer joins the end of its prompt",
+    "the generation prompt of the chat template ends with '<think>", "takes the thoughts out", "changes earlier turns",
     "leaves out part",
-)
+)  # fmt: skip
 
 
 def spans_of(mask: list[bool]) -> list[tuple[int, int]]:
@@ -100,13 +96,11 @@ def test_a_plain_chat_is_refused_only_for_a_reason(kind: str) -> None:
         encoded = encode_chat(Chat(messages), ours)
         assert encoded.ids == theirs.apply_chat_template(messages, return_dict=False)
         said = [ours.decode(encoded.ids[start:end]).strip() for start, end in spans_of(encoded.mask)]
-        assert [text.removeprefix("<think>").strip().removeprefix("</think>").strip() for text in said] == [
-            "It is 12.",
-            "The fox.",
-        ]
+        said = [text.removeprefix("<think>").strip().removeprefix("</think>").strip() for text in said]
+        assert said == ["It is 12.", "The fox."]
 
 
-def chat(question: str, answer: str, **more: Any) -> list[dict[str, Any]]:
+def chat(question: object, answer: object, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
 
 
@@ -120,34 +114,18 @@ def trained(kind: str, template: str, row: Chat, train_on: Any = "all") -> list[
     return [ours.decode(encoded.ids[start:end], skip_special_tokens=False) for start, end in spans_of(encoded.mask)]
 
 
-@pytest.mark.parametrize("template", ["qwen 3", "opened"])
-def test_stripped_thoughts_are_refused_and_the_last_turn_works(template: str) -> None:
-    with pytest.raises(DataError) as caught:
+@pytest.mark.parametrize(
+    ("template", "opened", "why"),
+    [("qwen 3", "<think>\n", "takes the thoughts out of earlier turns"), ("opened", "", "")],
+)
+def test_stripped_thoughts_are_refused_and_the_last_turn_works(template: str, opened: str, why: str) -> None:
+    with pytest.raises(DataError, match=rf"message 2(.|\n)*{why}(.|\n)*data.train_on = last"):
         trained("byte-level", template, Chat([*THOUGHT, *THOUGHT]))
-    assert "message 2" in str(caught.value) and "data.train_on = last" in str(caught.value)
-    if template == "qwen 3":
-        assert "takes the thoughts out of earlier turns" in str(caught.value)
-    opened = "" if template == "opened" else "<think>\n"
     expected = [f"{opened}Let me think.\n</think>\n\nIt is 12.<|im_end|>\n"]
     assert trained("byte-level", template, Chat([*THOUGHT, *THOUGHT]), "last") == expected
-    apart = Chat(
-        [
-            {"role": "user", "content": "What?"},
-            {"role": "assistant", "content": "It is 12.", "reasoning_content": "Let me think."},
-        ]
-    )
     if template == "qwen 3":
+        apart = Chat(chat("What?", "It is 12.", reasoning_content="Let me think."))
         assert trained("byte-level", template, apart) == expected
-
-
-def test_thoughts_that_the_template_drops_even_at_the_end_are_refused() -> None:
-    with pytest.raises(DataError, match=r"message 2: the chat template leaves out part .* \(thoughts"):
-        trained("byte-level", "deepseek r1", Chat(THOUGHT))
-
-
-def test_the_marks_of_a_template_have_no_effect() -> None:
-    messages = [*chat("a", "It is 12."), *chat("b", "The fox.")]
-    assert trained("byte-level", "marked", Chat(messages)) == ["It is 12.<|im_end|>\n", "The fox.<|im_end|>\n"]
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -158,40 +136,60 @@ def call(arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("template", ["hermes", "qwen 3"])
-@pytest.mark.parametrize("as_text", [True, False])
-def test_tools_and_calls_are_rendered_as_transformers_does(template: str, as_text: bool) -> None:
+@pytest.mark.parametrize("arguments", [{"city": "東京"}, '{"city": "東京"}'], ids=["object", "text"])
+def test_tools_and_calls_are_rendered_as_transformers_does(template: str, arguments: object) -> None:
     theirs, ours = tokenizers_of("byte-level", template, False)
-    content = "" if template == "qwen 3" else None
-    asked = {"role": "assistant", "content": content, "tool_calls": [call({"city": "東京"})]}
-    messages = [{"role": "user", "content": "Hot?"}, asked, {"role": "tool", "content": "12"}, chat("", "It is 12.")[1]]
-    given = (
-        messages if not as_text else [messages[0], {**asked, "tool_calls": [call('{"city": "東京"}')]}, *messages[2:]]
-    )
-    encoded = encode_chat(Chat(given, tools=TOOLS), ours)
-    assert encoded.ids == theirs.apply_chat_template(messages, tools=TOOLS, return_dict=False)
+
+    def messages(arguments: object) -> list[dict[str, Any]]:
+        asked = {"role": "assistant", "content": "" if template == "qwen 3" else None, "tool_calls": [call(arguments)]}
+        return [*chat("Hot?", "")[:1], asked, {"role": "tool", "content": "12"}, *chat("", "It is 12.")[1:]]
+
+    encoded = encode_chat(Chat(messages(arguments), tools=TOOLS), ours)
+    assert encoded.ids == theirs.apply_chat_template(messages({"city": "東京"}), tools=TOOLS, return_dict=False)
     text = ours.decode(encoded.ids, skip_special_tokens=False)
     assert '{"type": "function", "function": {"name": "weather"' in text
     first, second = (ours.decode(encoded.ids[start:end]) for start, end in spans_of(encoded.mask))
     assert "<tool_call>" in first and '"arguments": {"city": "東京"}' in first and "It is 12." in second
 
 
-def test_what_a_template_would_silently_leave_out_is_refused_or_told() -> None:
-    with pytest.raises(DataError, match="`tools`, which the chat template .* does not write"):
-        trained("byte-level", "chatml", Chat(THOUGHT, tools=TOOLS))
-    with pytest.raises(DataError, match="message 2 has `tool_calls`"):
-        trained("byte-level", "chatml", Chat(chat("a", "b", tool_calls=[call({})])))
-    with pytest.raises(DataError, match="message 2: .*writes None for its null content"):
-        row = chat("a", "", tool_calls=[call({})])
-        row[1]["content"] = None
-        _, ours = tokenizers_of("byte-level", "writes None", False)
-        encode_chat(Chat(row), ours)
-    with pytest.raises(DataError, match="does not read. Did you mean 'enable_thinking'"):
-        trained("byte-level", "qwen 3", Chat(THOUGHT, options={"enable_thinkng": False}))
-    with pytest.raises(DataError, match="must not hold `tools`: it has a column of its own"):
-        trained("byte-level", "qwen 3", Chat(THOUGHT, options={"tools": TOOLS}))
+CHANGING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and not loop.last %}{{ '<think>' }}{% endif %}"
+    "{{ message.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "said"),
+    [
+        ("chatml", Chat(THOUGHT, tools=TOOLS), "`tools`, which the chat template .* does not write"),
+        ("chatml", Chat(chat("a", "b", tool_calls=[call({})])), "message 2 has `tool_calls`"),
+        ("chatml", Chat(chat([{"type": "image"}], "b")), "message 1: only text can be trained"),
+        ("writes None", Chat(chat("a", None, tool_calls=[call({})])), "message 2: .*writes None for its null content"),
+        ("qwen 3", Chat(THOUGHT, options={"enable_thinkng": False}), "does not read. Did you mean 'enable_thinking'"),
+        ("qwen 3", Chat(THOUGHT, options={"tools": TOOLS}), "must not hold `tools`: it has a column of its own"),
+        ("deepseek r1", Chat(THOUGHT), r"message 2: the chat template leaves out part .* \(thoughts"),
+        (CHANGING, Chat([*chat("a", "It is 12."), *chat("b", "The fox.")]), "message 2: .*changes earlier turns once"),
+    ],
+)
+def test_what_a_template_would_silently_leave_out_or_change_is_refused(template: str, row: Chat, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        trained("byte-level", template, row)
+
+
+def test_what_a_template_leaves_out_of_rows_that_can_be_trained() -> None:
+    messages = [*chat("a", "It is 12."), *chat("b", "The fox.")]
+    assert trained("byte-level", "marked", Chat(messages)) == ["It is 12.<|im_end|>\n", "The fox.<|im_end|>\n"]
+    parts = [{"type": "text", "text": "It is"}, {"type": "text", "text": " 12."}]
+    assert trained("byte-level", "chatml", Chat(chat("a", parts))) == ["It is 12.<|im_end|>\n"]
     _, ours = tokenizers_of("byte-level", "chatml", False)
     remarks = encode_chat(Chat(chat("a", "b", weight=0)), ours).remarks
     assert remarks == ("messages have `weight`, which the chat template does not read",)
+    without_ends = chat_tokenizer(make_tokenizer("byte-level", _GLM_4, adds_bos=True))
+    (remark,) = encode_chat(Chat(messages), without_ends).remarks
+    assert "does not learn to stop" in remark
+    assert not encode_chat(Chat(chat("a", "It is 12.</s>")), without_ends).remarks
 
 
 def test_calls_are_given_to_a_template_in_the_form_that_it_reads() -> None:
@@ -205,31 +203,12 @@ def test_calls_are_given_to_a_template_in_the_form_that_it_reads() -> None:
         assert said == f"<call>weather {as_text}</call>\n", asked
 
 
-def test_a_turn_that_is_opened_in_another_way_once_others_follow_is_refused() -> None:
-    template = (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-        "{% if message.role == 'assistant' and not loop.last %}{{ '<think>' }}{% endif %}"
-        "{{ message.content + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
-    )
-    ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=False))
-    with pytest.raises(DataError, match="message 2: the chat template changes earlier turns once others follow"):
-        encode_chat(Chat([*chat("a", "It is 12."), *chat("b", "The fox.")]), ours)
-
-
 def test_variables_of_the_template_come_from_the_row() -> None:
     theirs, ours = tokenizers_of("llama 3", "qwen 3", False)
     encoded = encode_chat(Chat(chat("a", "It is 12."), options={"enable_thinking": False}), ours)
     assert encoded.ids == theirs.apply_chat_template(chat("a", "It is 12."), enable_thinking=False, return_dict=False)
     ((start, _),) = spans_of(encoded.mask)
     assert encoded.ids[:start] == ours.prompt([{"role": "user", "content": "a"}], options={"enable_thinking": False})
-
-
-def test_content_of_text_parts_is_read_as_the_template_can() -> None:
-    parts = [{"type": "text", "text": "It is"}, {"type": "text", "text": " 12."}]
-    assert trained("byte-level", "chatml", Chat(chat("a", parts))) == ["It is 12.<|im_end|>\n"]  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="message 1: only text can be trained"):
-        trained("byte-level", "chatml", Chat([{"role": "user", "content": [{"type": "image"}]}, *chat("a", "b")[1:]]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,14 +259,7 @@ _GLM_4 = """{% for message in messages %}{{ '<|' + message.role + '|>' + message
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_token_behind_white_space_that_closes_a_turn_stops_sampling(kind: str) -> None:
-    template = "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} \n<|end|>{% endfor %}"
-    ours = chat_tokenizer(make_tokenizer(kind, template, adds_bos=True))
-    assert ours.encode("<|end|>")[-1] in ours.stop_token_ids and len(ours.stop_token_ids) == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_turn_that_the_policy_closed_is_not_closed_again(kind: str) -> None:
+def test_a_turn_that_the_policy_closed_is_not_closed_again_and_what_closes_it_stops_sampling(kind: str) -> None:
     """Llama 2 writes a blank before the token that closes a turn, which the policy need not sample."""
     ours = chat_tokenizer(make_tokenizer(kind, _LLAMA_2, adds_bos=True))
     closed = ours.continuation([{"role": "user", "content": "The dog"}], last_token_id=ours.eos_token_id or 0)
@@ -295,6 +267,9 @@ def test_a_turn_that_the_policy_closed_is_not_closed_again(kind: str) -> None:
     assert ours.decode(closed, skip_special_tokens=False).lstrip().startswith("<s>")
     still_open = ours.continuation([{"role": "user", "content": "The dog"}], last_token_id=ours.encode("dog")[-1])
     assert still_open.count(ours.eos_token_id or 0) == 1 and still_open[-len(closed) :] == closed
+    template = "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} \n<|end|>{% endfor %}"
+    ours = chat_tokenizer(make_tokenizer(kind, template, adds_bos=True))
+    assert ours.encode("<|end|>")[-1] in ours.stop_token_ids and len(ours.stop_token_ids) == 2
 
 
 def test_what_a_template_would_leave_out_of_a_session_is_refused_or_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -305,9 +280,6 @@ def test_what_a_template_would_leave_out_of_a_session_is_refused_or_told(caplog:
         ours.prompt([*chat("a", "b", tool_calls=[call({})]), *chat("c", "")[:1]])
     ours.prompt([{"role": "system", "content": "The fox."}, *chat("a", "")[:1]])
     assert "leaves out what messages of role `system` say" in caplog.text
-
-
-def test_a_template_that_adds_nothing_cannot_continue_a_chat() -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     ours = chat_tokenizer(make_tokenizer("byte-level", template, adds_bos=True))
     with pytest.raises(DataError, match="adds nothing after an assistant's turn.*use append_text"):
@@ -328,7 +300,7 @@ def test_a_template_that_writes_the_date_writes_that_of_its_run_and_is_told_once
     assert ours.render([{"role": "user", "content": "a"}], open_turn=False) == "Of 1971. a"
 
 
-def test_a_tokenizer_without_a_template_or_the_one_that_is_needed() -> None:
+def test_a_tokenizer_without_a_template_or_a_fast_backend() -> None:
     backend = make_tokenizer("byte-level", "", adds_bos=False).backend_tokenizer
     plain = Tokenizer(backend, name="plain", templates=None, special={})
     assert (plain.stop_token_ids, encode_text("a", plain).ids) == ([], plain.encode("a")), "no token ends a text"
@@ -337,19 +309,20 @@ def test_a_tokenizer_without_a_template_or_the_one_that_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"several chat templates and none is named `default`: rag, tool_use\. Name"):
         several.template()
 
+    class Slow:
+        name_or_path = "a/model"
 
-def test_turns_without_an_end_are_told() -> None:
-    ours = chat_tokenizer(make_tokenizer("byte-level", _GLM_4, adds_bos=True))
-    (remark,) = encode_chat(Chat([*chat("a", "It is 12."), *chat("b", "The fox.")]), ours).remarks
-    assert "does not learn to stop" in remark
-    assert not encode_chat(Chat(chat("a", "It is 12.</s>")), ours).remarks
+    with pytest.raises(DataError, match="the tokenizer 'a/model' is a Slow, which has no tokenizer.json"):
+        chat_tokenizer(Slow())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("as_class", ["LlamaTokenizer", "GemmaTokenizer", "Qwen2Tokenizer"])
-def test_tokenizers_that_transformers_builds_in_another_way_are_refused_by_rl(as_class: str, tmp_path: Path) -> None:
-    kind = {"LlamaTokenizer": "sentencepiece", "GemmaTokenizer": "sentencepiece", "Qwen2Tokenizer": "byte-level"}[
-        as_class
-    ]
+@pytest.mark.parametrize(
+    ("as_class", "kind"),
+    [("LlamaTokenizer", "sentencepiece"), ("GemmaTokenizer", "sentencepiece"), ("Qwen2Tokenizer", "byte-level")],
+)
+def test_tokenizers_that_transformers_builds_in_another_way_are_refused_by_rl(
+    as_class: str, kind: str, tmp_path: Path
+) -> None:
     make_tokenizer(kind, TEMPLATES["chatml"], adds_bos=False).save_pretrained(tmp_path)
     check_same_tokens(load_tokenizer(str(tmp_path)), str(tmp_path))
     described = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -363,39 +336,29 @@ def test_tokenizers_that_transformers_builds_in_another_way_are_refused_by_rl(as
 
 def test_a_tokenizer_that_ends_texts_or_chats_in_another_way_is_refused_by_rl(tmp_path: Path) -> None:
     make_tokenizer("byte-level", TEMPLATES["chatml"], adds_bos=False).save_pretrained(tmp_path)
-    theirs = load_tokenizer(str(tmp_path))
-    theirs.eos_token = "<|end|>"
-    with pytest.raises(ConfigError, match="other tokens of the token that ends a text"):
-        check_same_tokens(theirs, str(tmp_path))
-    theirs = load_tokenizer(str(tmp_path))
-    theirs.chat_template = "{{ raise_exception('No.') }}"
-    with pytest.raises(ConfigError, match="other tokens of a chat"):
-        check_same_tokens(theirs, str(tmp_path))
-
-
-def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
-    class Slow:
-        name_or_path = "a/model"
-
-    with pytest.raises(DataError, match="the tokenizer 'a/model' is a Slow, which has no tokenizer.json"):
-        chat_tokenizer(Slow())  # type: ignore[arg-type]
+    for name, value, said in (
+        ("eos_token", "<|end|>", "other tokens of the token that ends a text"),
+        ("chat_template", "{{ raise_exception('No.') }}", "other tokens of a chat"),
+    ):
+        theirs = load_tokenizer(str(tmp_path))
+        setattr(theirs, name, value)
+        with pytest.raises(ConfigError, match=said):
+            check_same_tokens(theirs, str(tmp_path))
 
 
 @pytest.mark.parametrize("template", WITH_TOOLS)
 def test_a_chat_with_tools_has_the_tokens_of_transformers(template: str) -> None:
     kind = "byte-level" if template in ("mistral_v3", "hermes") else "llama 3"
-    theirs = make_tokenizer(kind, tool_templates()[template], adds_bos=True)
-    ours = make_chat_tokenizer(kind, tool_templates()[template], adds_bos=True)
+    theirs, ours = (
+        make(kind, tool_templates()[template], adds_bos=True) for make in (make_tokenizer, make_chat_tokenizer)
+    )
     schemas = [Tool(function, session_class=Session).schema for function in (add, block)]
-    call = {"id": "t00010001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
-    chat: list[Any] = [
-        {"role": "user", "content": "What is 1 + 2?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "add", "content": "3", "tool_call_id": call["id"]},
-    ]
-    for messages in (chat[:1], chat):
-        rendered = theirs.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, return_dict=False)
-        assert ours.prompt(messages, tools=schemas) == rendered
+    added = {"id": "t00010001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    result = {"role": "tool", "name": "add", "content": "3", "tool_call_id": added["id"]}
+    messages = [*chat("What is 1 + 2?", "", tool_calls=[added]), result]
+    for some in (messages[:1], messages):
+        rendered = theirs.apply_chat_template(some, tools=schemas, add_generation_prompt=True, return_dict=False)
+        assert ours.prompt(some, tools=schemas) == rendered
 
 
 def test_a_schema_is_what_transformers_makes_of_the_function() -> None:

@@ -5,8 +5,8 @@ import gzip
 import json
 import logging
 import os
+import re
 import signal
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from holdfast.config.preference import PreferenceDataConfig
 from holdfast.config.training import SftDataConfig, SupervisedCommand
 from holdfast.errors import DataError, HoldfastError, ProcessDied
 from holdfast.run.inputs import Survey
+from holdfast.trainer.data import tokenizing
 from holdfast.trainer.data.formats import SAMPLE_FORMATS, find_format
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
@@ -71,17 +72,8 @@ def load(path: Path, tokenizer: Tokenizer, **config: Any) -> list[Sample]:
 def test_files_and_directories(suffix: str, as_directory: bool, tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write(tmp_path / "data" / f"train.{suffix}", TEXT_ROWS)
     samples = load(path.parent if as_directory else path, tokenizer)
-    assert [whole_text(sample, tokenizer) for sample in samples] == [
-        f"{k}>{'x' * (k + 1)}<|end|>" for k in range(len(TEXT_ROWS))
-    ]
-
-
-def test_a_changed_file_is_read_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", TEXT_ROWS)
-    assert len(load(path, tokenizer)) == 6
-    write(path, [{"prompt": "a", "completion": "new"}])
-    (sample,) = load(path, tokenizer)
-    assert trained_text(sample, tokenizer) == "new<|end|>"
+    expected = [f"{k}>{'x' * (k + 1)}<|end|>" for k in range(len(TEXT_ROWS))]
+    assert [whole_text(sample, tokenizer) for sample in samples] == expected
 
 
 def refused(path: Path, tokenizer: Tokenizer, **config: Any) -> str:
@@ -91,57 +83,65 @@ def refused(path: Path, tokenizer: Tokenizer, **config: Any) -> str:
     return str(caught.value)
 
 
-def test_missing_columns_are_named_with_those_that_are_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    message = refused(write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}]), tokenizer)
-    for part in ("a.jsonl", "['answer', 'question']", "messages", "prompt", "completion"):
-        assert part in message
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("gone.jsonl", None, r"/gone\.jsonl"),
+        ("gone.parquet", None, r"/gone\.parquet"),
+        ("gone", None, "/gone"),
+        ("a.txt", b"text", r"\.jsonl, \.json or \.parquet"),
+        ("broken.jsonl", b'{"prompt": "a", "completion": ', r"broken\.jsonl"),
+        ("broken.parquet", b"PAR1 but not really", r"broken\.parquet"),
+        ("empty.jsonl", b"", r"empty\.jsonl"),
+        ("a.json", b'[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
+        ("a.json", b'[{"text": "a"}, ', "is not a JSON array: "),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "row 3 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "row 2 is not UTF-8: invalid .* byte 0xe9 at byte 13"),
+        ("a.jsonl.gz", b"no gzip", "is not compressed by gzip"),
+        ("a.jsonl.gz", b"\x1f\x8b but no more", "could not be read"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(
+    name: str, content: bytes | None, said: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert re.search(said, refused(tmp_path / name, tokenizer))
 
 
-@pytest.mark.parametrize("name", ["gone.jsonl", "gone.parquet", "gone"])
-def test_a_missing_dataset_is_named(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    assert str(tmp_path / name) in refused(tmp_path / name, tokenizer)
-
-
-def test_what_is_no_dataset_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    assert ".jsonl, .json or .parquet" in refused(tmp_path / "a.txt", tokenizer)
-    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": ')
-    assert "broken.jsonl" in refused(tmp_path / "broken.jsonl", tokenizer)
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 but not really")
-    assert "broken.parquet" in refused(tmp_path / "broken.parquet", tokenizer)
-    (tmp_path / "empty.jsonl").write_text("")
-    assert "empty.jsonl" in refused(tmp_path / "empty.jsonl", tokenizer)
+def test_an_empty_directory_missing_columns_and_missing_messages_are_named(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "directory").mkdir()
     assert "directory" in refused(tmp_path / "directory", tokenizer)
+    message = refused(write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}]), tokenizer)
+    assert all(part in message for part in ("a.jsonl", "['answer', 'question']", "messages", "prompt", "completion"))
+    rows = [{"messages": [USER, HELLO]}, {"messages": None, "prompt": "a", "completion": "b"}, {"messages": None}]
+    said = refused(write(tmp_path / "a.jsonl", rows), tokenizer)
+    assert "row 2: it has no `messages`; it has `prompt`, `completion`" in said
+    assert "row 3: it has no `messages`; it has nothing else" in said
 
 
-def test_a_sample_that_is_too_long_is_an_error_that_names_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_too_long_samples_are_refused_or_dropped_or_cut_and_counted(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(tmp_path / "a.jsonl", TEXT_ROWS)
     message = refused(path, tokenizer, seq_len=7)
     for part in ("2 of 6 rows", "row 5: ", "row 6: ", "8 tokens", "data.seq_len is 7", "data.too_long"):
         assert part in message
-    assert len(load(path, tokenizer, seq_len=9)) == 6
-
-
-def test_too_long_samples_can_be_dropped_or_cut_and_are_counted(
-    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write(tmp_path / "a.jsonl", TEXT_ROWS)
-    dropped = load(path, tokenizer, seq_len=7, too_long="drop")
-    assert [len(sample.token_ids) for sample in dropped] == [4, 5, 6, 7]
-    assert "2 samples of more than 7 tokens were dropped" in caplog.text
-    cut = load(path, tokenizer, seq_len=7, too_long="truncate")
-    assert [len(sample.token_ids) for sample in cut] == [4, 5, 6, 7, 7, 7]
-    assert trained_text(cut[-1], tokenizer) == "xxxxx"
-    assert "2 samples of more than 7 tokens were cut" in caplog.text
-
-
-def test_when_nothing_is_left_it_is_an_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", TEXT_ROWS)
-    said = refused(path, tokenizer, seq_len=2, too_long="drop")
-    assert "no samples to train on are left of 6: all have more than 2 tokens and were dropped" in said
-    said = refused(path, tokenizer, seq_len=2, too_long="truncate")
-    assert "no samples to train on are left of 6: all were cut before their answer" in said
+    for too_long, seq_len, lengths in (
+        ("refuse", 9, [4, 5, 6, 7, 8, 9]),
+        ("drop", 7, [4, 5, 6, 7]),
+        ("truncate", 7, [4, 5, 6, 7, 7, 7]),
+    ):
+        kept = load(path, tokenizer, seq_len=seq_len, **({} if too_long == "refuse" else {"too_long": too_long}))
+        assert [len(sample.token_ids) for sample in kept] == lengths, too_long
+    assert trained_text(kept[-1], tokenizer) == "xxxxx"
+    for done in ("dropped", "cut"):
+        assert f"2 samples of more than 7 tokens were {done}" in caplog.text
+    for too_long, why in (("drop", "have more than 2 tokens and were dropped"), ("truncate", "were cut before their")):
+        said = refused(path, tokenizer, seq_len=2, too_long=too_long)
+        assert f"no samples to train on are left of 6: all {why}" in said
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,9 @@ def test_a_template_that_cannot_be_used_is_told(
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     tokenizer.chat_template = template
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(HoldfastError, match=said) as caught:
         load(write(tmp_path / "a.jsonl", [{"messages": [USER, HELLO]}]), tokenizer)
-    assert said in str(caught.value) and caught.value.exit_code == 2
-
-
-def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    assert caught.value.exit_code == 2
     with pytest.raises(DataError, match="model.tokenizer"):
         load_tokenizer(str(tmp_path / "nowhere"))
 
@@ -171,14 +168,14 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 def test_validation_samples_are_held_out_by_the_seed(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": f"{k:03}"} for k in range(40)])
 
-    def split(seed: int) -> tuple[list[str], list[str]]:
+    def split(seed: int) -> list[list[str]]:
         parts = load_samples(SftDataConfig(name=str(path), validation_fraction=0.25), tokenizer, seed=seed)
-        return tuple([trained_text(s, tokenizer) for s in part] for part in parts)  # type: ignore[return-value]
+        return [[trained_text(sample, tokenizer) for sample in part] for part in parts]
 
     training, held_out = split(0)
     assert len(held_out) == 10 and len(training) == 30
     assert sorted(training + held_out) == sorted(f"{k:03}<|end|>" for k in range(40))
-    assert split(0) == (training, held_out) and split(1)[1] != held_out
+    assert split(0) == [training, held_out] and split(1)[1] != held_out
 
 
 @given(n=st.integers(1, 40), size=st.integers(1, 50), seed=st.integers(0, 99), shuffle=st.booleans())
@@ -188,9 +185,8 @@ def test_every_epoch_has_every_sample_once_for_any_batch_size(n: int, size: int,
     while len(taken) < 3 * n:
         taken += order.batch(len(taken), size)
     for epoch in range(3):
-        assert Counter(taken[epoch * n : (epoch + 1) * n]) == Counter(range(n))
-    if not shuffle:
-        assert taken[: 2 * n] == [*range(n), *range(n)]
+        own = taken[epoch * n : (epoch + 1) * n]
+        assert sorted(own) == list(range(n)) and (shuffle or own == list(range(n)))
 
 
 @given(n=st.integers(1, 40), start=st.integers(0, 200), size=st.integers(1, 30), seed=st.integers(0, 9))
@@ -217,14 +213,9 @@ def test_what_there_is_to_train_on_is_counted_as_the_trainer_counts_it(
     lines = Path(DATA if kind == "samples" else PAIRS).read_text().splitlines()[:5]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([*lines[:3], "{", *lines[3:]]) + "\n")
-    settings = {
-        "model": {"name": MODEL},
-        "data": {"name": str(path), "validation_fraction": 0.2, "on_bad_row": "drop"},
-        "loss": {"type": "kto"} if kind == "answers" else {},
-    }
-    if config is SftConfig:
-        settings.pop("loss")
-    survey = take_survey(config.model_validate(settings))
+    data = {"name": str(path), "validation_fraction": 0.2, "on_bad_row": "drop"}
+    loss = {"loss": {"type": "kto"}} if kind == "answers" else {}
+    survey = take_survey(config.model_validate({"model": {"name": MODEL}, "data": data, **loss}))
     assert (survey.kind, survey.samples) == (kind, samples) and survey.held_out == samples // 4
     assert survey.tokens > 10 and all("<|assistant|>[[" in text for text in survey.first.values())
     assert any("row 4 is not JSON" in note for note in survey.notes), json.dumps(survey.notes)
@@ -243,6 +234,9 @@ BYE = {"role": "assistant", "content": "dc"}
 CHAT, OTHER = "<|user|>ab<|end|><|assistant|>ba<|end|>", "<|user|>ab<|end|><|assistant|>dc<|end|>"
 
 
+CONVERSATION = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
+
+
 @pytest.mark.parametrize(
     ("row", "text", "trained"),
     [
@@ -251,19 +245,15 @@ CHAT, OTHER = "<|user|>ab<|end|><|assistant|>ba<|end|>", "<|user|>ab<|end|><|ass
         ({"prompt": [USER, BYE, USER], "completion": [HELLO]}, OTHER + CHAT, "ba<|end|>"),
         ({"messages": [USER, HELLO, USER, BYE]}, CHAT + OTHER, "ba<|end|>dc<|end|>"),
         ({"messages": [USER, HELLO, USER]}, CHAT, "ba<|end|>"),  # nothing answers the last turn
-        ({"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]}, CHAT, "ba<|end|>"),
+        ({"conversations": CONVERSATION}, CHAT, "ba<|end|>"),
         ({"conversations": [USER, HELLO]}, CHAT, "ba<|end|>"),
+        ({"conversations": CONVERSATION, "system": "s"}, f"<|system|>s<|end|>{CHAT}", "ba<|end|>"),
         ({"instruction": "ab", "output": "ba"}, CHAT, "ba<|end|>"),
         ({"instruction": "ab", "input": "", "output": "ba", "history": []}, CHAT, "ba<|end|>"),
         (
             {"instruction": "a", "input": "c", "output": "b", "history": [["ab", "ba"]], "system": "s"},
             f"<|system|>s<|end|>{CHAT}<|user|>a\nc<|end|><|assistant|>b<|end|>",
             "ba<|end|>b<|end|>",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}], "system": "s"},
-            f"<|system|>s<|end|>{CHAT}",
-            "ba<|end|>",
         ),
         ({"messages": [USER, HELLO], "chat_template_kwargs": {"unset": None}}, CHAT, "ba<|end|>"),
         ({"text": "abc"}, "abc<|end|>", "abc<|end|>"),
@@ -276,9 +266,10 @@ def test_formats(row: dict[str, Any], text: str, trained: str, tokenizer: Tokeni
     assert (whole_text(sample, tokenizer), trained_text(sample, tokenizer)) == (text, trained)
 
 
-def test_the_last_turn_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"messages": [USER, HELLO, USER, HELLO]}])
-    assert trained_text(load(path, tokenizer, train_on="last")[0], tokenizer) == "ba<|end|>"
+def test_the_last_turn_alone_and_a_changed_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for answer in (HELLO, BYE):
+        path = write(tmp_path / "a.jsonl", [{"messages": [USER, HELLO, USER, answer]}])
+        assert trained_text(load(path, tokenizer, train_on="last")[0], tokenizer) == f"{answer['content']}<|end|>"
 
 
 def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -296,9 +287,6 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> 
     for name in ("a.jsonl.gz", "a.json", "a.parquet", "one", "several"):
         assert fingerprint_samples(load(tmp_path / name, tokenizer)) == expected, name
     assert "['test', 'train']" in refused(tmp_path / "several", tokenizer, split="trian")
-    for content, said in ((b"no gzip", "is not compressed by gzip"), (b"\x1f\x8b but no more", "could not be read")):
-        (tmp_path / "b.jsonl.gz").write_bytes(content)
-        assert said in refused(tmp_path / "b.jsonl.gz", tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -338,13 +326,6 @@ def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tok
     assert "a.jsonl, row 1: " in message and said in message
 
 
-def test_a_chat_without_messages_says_what_it_has(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    rows = [{"messages": [USER, HELLO]}, {"messages": None, "prompt": "a", "completion": "b"}, {"messages": None}]
-    said = refused(write(tmp_path / "a.jsonl", rows), tokenizer)
-    assert "row 2: it has no `messages`; it has `prompt`, `completion`" in said
-    assert "row 3: it has no `messages`; it has nothing else" in said
-
-
 def test_calls_of_share_gpt_are_those_of_messages() -> None:
     template = (
         "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -352,16 +333,17 @@ def test_calls_of_share_gpt_are_those_of_messages() -> None:
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     theirs = make_tokenizer("byte-level", template, adds_bos=False)
+
+    def tokens(key: str, *turns: dict[str, Any]) -> list[int]:
+        return tokenize_row({key: [*turns]}, theirs).token_ids.tolist()
+
     calls = [{"name": "weather", "arguments": {"city": "東京"}}, {"name": "time", "arguments": {}}]
     tool_calls = [{"type": "function", "function": function} for function in calls]
-    expected = tokenize_row(
-        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": tool_calls}]}, theirs
-    ).token_ids.tolist()
+    expected = tokens("messages", USER, {"role": "assistant", "content": "", "tool_calls": tool_calls})
+    human = {"from": "human", "value": "ab"}
     for value in (calls, json.dumps(calls)):
-        turns = [{"from": "human", "value": "ab"}, {"from": "function_call", "value": value}]
-        assert tokenize_row({"conversations": turns}, theirs).token_ids.tolist() == expected
-    one = [{"from": "human", "value": "ab"}, {"from": "function_call", "value": json.dumps(calls[0])}]
-    text = theirs.decode(tokenize_row({"conversations": one}, theirs).token_ids.tolist())
+        assert tokens("conversations", human, {"from": "function_call", "value": value}) == expected
+    text = theirs.decode(tokens("conversations", human, {"from": "function_call", "value": json.dumps(calls[0])}))
     assert text.endswith('<|assistant|>{"name": "weather", "arguments": {"city": "東京"}}<|end|>')
 
 
@@ -370,26 +352,14 @@ def test_alpaca_without_a_chat_template_has_the_prompt_of_stanford_alpaca(tokeni
     plain.chat_template = None
     begin = "Below is an instruction that describes a task"
     end = "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n"
-    for more, prompt in (
-        ({}, f"{begin}. {end}### Response:"),
-        (
-            {"input": "1+2"},
-            f"{begin}, paired with an input that provides further context. {end}### Input:\n1+2\n\n### Response:",
-        ),
-    ):
+    with_input = f"{begin}, paired with an input that provides further context. {end}### Input:\n1+2\n\n### Response:"
+    for more, prompt in (({}, f"{begin}. {end}### Response:"), ({"input": "1+2"}, with_input)):
         sample = tokenize_row({"instruction": "Add.", "output": "3", **more}, plain)
         assert plain.decode(sample.token_ids[~sample.loss_mask]) == prompt
         assert trained_text(sample, plain) == "3<|end|>"
     for name, value in (("system", "s"), ("history", [["ab", "ba"]])):
         path = write(tmp_path / "a.jsonl", [{"instruction": "Add.", "output": "3", name: value}])
         assert f"row 1: `{name}` needs a chat template" in refused(path, plain)
-
-
-def test_a_broken_line_is_named_by_its_number_in_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
-    assert "row 3 is not JSON" in refused(tmp_path / "a.jsonl", tokenizer)
-    (tmp_path / "a.jsonl").write_bytes('{"text": "a"}\n{"text": "café"}\n'.encode("latin-1"))
-    assert "row 2 is not UTF-8: invalid continuation byte 0xe9 at byte 13" in refused(tmp_path / "a.jsonl", tokenizer)
 
 
 def test_pairs_of_text_with_an_implicit_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -401,7 +371,7 @@ def test_pairs_of_text_with_an_implicit_prompt(tokenizer: Tokenizer, tmp_path: P
 
 
 def test_rows_are_tokenised_on_the_cores_of_the_machine_shared_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 8)
+    monkeypatch.setattr(tokenizing, "available_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of torch: no word about these workers
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert workers_of_this_rank() == 8
@@ -414,16 +384,16 @@ def test_rows_are_tokenised_on_the_cores_of_the_machine_shared_among_its_ranks(m
 def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing.FEW_ROWS", 100)
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
+    monkeypatch.setattr(tokenizing, "FEW_ROWS", 100)
+    monkeypatch.setattr(tokenizing, "_CHUNK_ROWS", 30)
     monkeypatch.setattr("holdfast.process.events._TELL_S", 0.0)
     caplog.set_level("INFO")
     rows = [{"messages": [USER, {**HELLO, "content": "x" * (place % 7), "weight": 1}]} for place in range(400)]
     path = write(tmp_path / "a.jsonl", rows)
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 1)
+    monkeypatch.setattr(tokenizing, "available_cores", lambda: 1)
     serial = load(path, tokenizer)
     assert "(400 rows)" in caplog.text and "have `weight`" in caplog.text
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 3)
+    monkeypatch.setattr(tokenizing, "available_cores", lambda: 3)
     caplog.clear()
     assert fingerprint_samples(load(path, tokenizer)) == fingerprint_samples(serial)
     assert "(400 rows)" in caplog.text and "done=400 total=400 unit=rows" in caplog.text
@@ -448,15 +418,8 @@ def test_ten_bad_rows_are_named_and_the_rest_is_counted_whatever_is_wrong_with_t
     path.write_text("\n".join(["{", good, "[1]", '{"prompt": null, "completion": null}', *["{"] * 9, good]) + "\n")
     said = refused(path, tokenizer)
     assert "12 of 14 rows cannot be used" in said and "row 11 is not JSON" in said and "row 12" not in said
-    for part in (
-        "row 1 is not JSON",
-        "row 3 is list",
-        "row 4: rows need",
-        "both text or both lists",
-        "and 2 more",
-        "data.on_bad_row = 'drop'",
-    ):
-        assert part in said
+    for part in ("row 1 is not JSON", "row 3 is list", "row 4: rows need", "both text or both lists", "and 2 more"):
+        assert part in said and "data.on_bad_row = 'drop'" in said
     assert len(load(path, tokenizer, on_bad_row="drop")) == 2
     path.write_text("\n".join(["{", '{"prompt": "ab"}', good]) + "\n")
     assert len(load(path, tokenizer, on_bad_row="drop")) == 1, "the first object says nothing of the format"
@@ -501,35 +464,19 @@ def test_rows_with_an_empty_answer_are_counted(
     assert "empty" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.json", '[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
-        ("a.json", '[{"text": "a"}, ', "is not a JSON array: "),
-    ],
-)
-def test_files_of_something_else_than_objects_are_refused(
-    name: str, content: str, said: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_text(content)
-    assert said in refused(tmp_path / name, tokenizer)
-
-
 def test_a_worker_that_dies_is_named(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing.FEW_ROWS", 100)
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing._CHUNK_ROWS", 30)
-    monkeypatch.setattr("holdfast.trainer.data.tokenizing.available_cores", lambda: 2)
+    monkeypatch.setattr(tokenizing, "FEW_ROWS", 100)
+    monkeypatch.setattr(tokenizing, "_CHUNK_ROWS", 30)
+    monkeypatch.setattr(tokenizing, "available_cores", lambda: 2)
     path = write(tmp_path / "a.jsonl", [{"text": "abc"}] * 200)
     here = os.getpid()
 
-    def is_killed() -> None:
+    def ends(number: int) -> None:
         assert os.getpid() != here
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def fails() -> None:
+        os.kill(os.getpid(), number)
         raise MemoryError
 
-    for end, how in ((is_killed, "was killed by signal 9"), (fails, "ended with exit code 1")):
-        monkeypatch.setattr("holdfast.trainer.data.tokenizing._encode_chunk", lambda *_, end=end: end())
+    for number, how in ((signal.SIGKILL, "was killed by signal 9"), (0, "ended with exit code 1")):
+        monkeypatch.setattr(tokenizing, "_encode_chunk", lambda *_, number=number: ends(number))
         with pytest.raises(ProcessDied, match=f"a.jsonl: a process that tokenises rows {how}"):
             load(path, tokenizer)

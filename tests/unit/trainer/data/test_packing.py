@@ -1,6 +1,4 @@
-"""Packing: tensors of a forward pass, and plans of a step. That no loss depends on it, test_families and test_programs
-say.
-"""
+"""Packing: tensors of a forward pass, and plans of a step. No loss depends on it: test_families and test_programs."""
 
 import numpy as np
 import pytest
@@ -37,7 +35,7 @@ SAMPLES = [
 ]
 
 
-def test_a_packed_micro_batch_by_hand() -> None:
+def test_a_packed_micro_batch_by_hand_whose_first_tokens_are_no_targets() -> None:
     micro = build_micro_batch(SAMPLES, [2, 0], pack=True, device=CPU)
     assert micro.input_ids_BL.tolist() == [[31, 32, 33, 11, 12, 13, 14]]
     assert micro.position_ids_BL.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
@@ -46,6 +44,9 @@ def test_a_packed_micro_batch_by_hand() -> None:
     assert micro.sample_index_N.tolist() == [2, 0, 0]
     assert micro.per_token["advantage"].tolist() == [32 / 8, 13 / 8, 14 / 8]
     assert micro.packed_index is not None and micro.packed_index.cu_seqlens.tolist() == [0, 3, 7]
+    everything = sample([5, 6], [True, True])
+    assert everything.num_targets == 1
+    assert build_micro_batch([everything], [0], pack=True, device=CPU).target_ids_N.tolist() == [6]
 
 
 def test_answers_that_share_a_prompt_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +91,6 @@ def test_the_token_before_predicts_each_target(data: st.DataObject, pack: bool) 
     assert torch.equal(flat[micro.predict_index_N + 1], micro.target_ids_N)
     assert torch.equal(micro.target_ids_N // 100, micro.sample_index_N)
     assert torch.equal(micro.per_token["advantage"], micro.target_ids_N.float() / 8)
-
-
-def test_the_first_token_is_never_a_target() -> None:
-    everything = sample([5, 6], [True, True])
-    assert everything.num_targets == 1
-    assert build_micro_batch([everything], [0], pack=True, device=CPU).target_ids_N.tolist() == [6]
 
 
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
@@ -168,7 +163,7 @@ def test_every_rank_has_work_where_there_are_samples_enough(arrangement: Arrange
     assert sum(bool(rank[0]) for rank in plan) == len(lengths), "one each, and nothing for three"
 
 
-def test_costs_decide_what_goes_together_and_not_lengths_alone() -> None:
+def test_costs_decide_what_goes_together_and_into_one_round() -> None:
     """A long sample attends to more: as many tokens of short ones are less work, so they get company."""
     lengths = [100, 100, *[10] * 20]
     costs = [length + 0.1 * length * length for length in lengths]  # 1100 a long one, 20 a short one
@@ -176,22 +171,16 @@ def test_costs_decide_what_goes_together_and_not_lengths_alone() -> None:
     assert sorted(len(rank[0]) for rank in plan) == [1, 1, 20]
     plan = plan_rows(lengths, arrangement="packed", budget=400, rows_per_micro_batch=1, world_size=3)
     assert sorted(sum(lengths[i] for i in rank[0]) for rank in plan) == [130, 130, 140]
-
-
-def test_rounds_have_micro_batches_of_like_cost() -> None:
-    """Ranks wait for one another in each round: two dear ones in one round cost less than in two."""
+    # Ranks wait for one another in each round: two dear ones in one round cost less than in two.
     plan = plan_rows([9, 1, 1, 9], arrangement="rows", budget=1, rows_per_micro_batch=1, world_size=2)
     assert plan == [[[0], [1]], [[3], [2]]]
 
 
-def test_where_spreading_does_not_fit_rows_are_filled_as_for_one_rank() -> None:
+def test_where_spreading_does_not_fit_rows_are_filled_and_groups_are_as_small_as_rounds_allow() -> None:
     lengths, costs = [6, 4, 7, 3], [9, 8, 7, 6]  # the dearest two apart leave no row with room for 7
     assert spread_by_cost(lengths, costs, 10, 2) is None
     plan = plan_rows(lengths, costs=costs, arrangement="packed", budget=10, rows_per_micro_batch=1, world_size=2)
     assert plan == [[[0, 1]], [[2, 3]]]
-
-
-def test_groups_of_one_length_are_as_small_as_the_rounds_allow() -> None:
     assert len(group_by_length([8] * 16, 64)) == 2
     plan = plan_rows([8] * 16, arrangement="grouped", budget=64, rows_per_micro_batch=1, world_size=4)
     assert [len(rank[0]) for rank in plan] == [4, 4, 4, 4]

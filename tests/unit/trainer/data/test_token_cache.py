@@ -5,7 +5,7 @@ import logging
 import os
 import resource
 import signal
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
@@ -20,7 +21,6 @@ from holdfast.process.child import DATE_ENV
 from holdfast.process.scratch import scratch_name
 from holdfast.trainer.data import samples as read_samples
 from holdfast.trainer.data import tokenizing
-from holdfast.trainer.data import tokenizing as token_cache
 from holdfast.trainer.data.formats import SAMPLE_FORMATS
 from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import ChosenSamples, Chunk, SampleTable, cache_directory, cache_key, sizes_of
@@ -56,6 +56,15 @@ def entries(config: SftDataConfig) -> list[Path]:
     return sorted(directory.iterdir()) if directory.exists() else []
 
 
+Digest = Callable[..., str]
+
+
+@pytest.fixture
+def digest(tokenizer: PreTrainedTokenizerBase) -> Digest:
+    """Return what reads the rows of a configuration, and digests the samples."""
+    return lambda config, **values: fingerprint_samples(load_samples(changed(config, **values), tokenizer, seed=0)[0])
+
+
 def refuse_to_tokenise(*_: object, **__: object) -> None:
     raise AssertionError("this was to come from the cache")
 
@@ -77,16 +86,19 @@ def test_the_second_start_reads_what_the_first_made_and_both_are_what_no_cache_g
 
 @pytest.mark.parametrize("too_long", ["drop", "truncate"])
 def test_lengths_are_chosen_behind_the_cache(
-    too_long: str, config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    too_long: str,
+    config: SftDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    digest: Digest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every length that keeps some and loses some; the prompts alone fill the shorter ones."""
-    load_samples(changed(config, too_long="drop"), tokenizer, seed=0)
+    digest(config, too_long="drop")
     monkeypatch.setattr(read_samples, "ordered_chunks", refuse_to_tokenise)
     for seq_len in (5, 8, 12):
         short = changed(config, too_long=too_long, seq_len=seq_len)
         cached, _ = load_samples(short, tokenizer, seed=0)
-        plain, _ = load_samples(changed(short, cache_dir=""), tokenizer, seed=0)
-        assert 0 < len(cached) == len(plain) and fingerprint_samples(cached) == fingerprint_samples(plain)
+        assert len(cached) > 0 and fingerprint_samples(cached) == digest(short, cache_dir="")
         assert all(len(sample.token_ids) <= seq_len and sample.num_targets for sample in cached)
 
 
@@ -105,171 +117,150 @@ def test_pairs_and_their_margins_come_from_the_cache(
 
 
 def test_data_that_changes_before_it_is_read_is_not_kept_by_the_name_of_the_old(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    config: SftDataConfig, digest: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, opens = Path(config.name), read_samples.open_dataset
-    old = path.read_bytes()
-    expected, _ = load_samples(changed(config, cache_dir=""), tokenizer, seed=0)
+    old, expected = path.read_bytes(), digest(config, cache_dir="")
 
     def replace_and_open(*arguments: Any, **named: Any) -> Any:
         path.write_text("".join(json.dumps(row | {"completion": "zz"}) + "\n" for row in ROWS))
         return opens(*arguments, **named)
 
     monkeypatch.setattr(read_samples, "open_dataset", replace_and_open)
-    found, _ = load_samples(config, tokenizer, seed=0)
+    found = digest(config)
     assert entries(config) == []
     monkeypatch.setattr(read_samples, "open_dataset", opens)
-    new, _ = load_samples(config, tokenizer, seed=0)
-    assert fingerprint_samples(found) == fingerprint_samples(new) != fingerprint_samples(expected)
+    assert found == digest(config) != expected
     path.write_bytes(old)
-    assert fingerprint_samples(load_samples(config, tokenizer, seed=0)[0]) == fingerprint_samples(expected)
+    assert digest(config) == expected
 
 
-def test_few_rows_are_not_worth_a_file(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rows_are_not_worth_a_file(config: SftDataConfig, digest: Digest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_samples, "FEW_ROWS", len(ROWS))
-    assert len(load_samples(config, tokenizer, seed=0)[0]) == len(ROWS) and entries(config) == []
+    assert digest(config) == digest(config, cache_dir="") and entries(config) == []
+
+
+def other_tokenizer(template: str = "", *, words: Sequence[str] = ()) -> Tokenizer:
+    """The tokenizer of the example with something ahead of its template, or with more words."""
+    made = load_tokenizer("examples/reverse_text/base")
+    assert isinstance(made.chat_template, str)
+    made.chat_template = template + made.chat_template
+    made.add_tokens([*words])
+    return chat_tokenizer(made)
 
 
 def test_the_name_is_a_function_of_all_that_tokens_depend_on(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    chat = chat_tokenizer(tokenizer)
-    key = cache_key(config, chat, SAMPLE_FORMATS)
-    elsewhere = tmp_path / "elsewhere.jsonl"
-    elsewhere.write_bytes(Path(config.name).read_bytes())
-    same = (changed(config, name=str(elsewhere)), changed(config, batch_size=3), changed(config, cache_dir="/other"))
-    assert {cache_key(one, chat, SAMPLE_FORMATS) for one in same} == {key}
-    dropping = changed(config, too_long="drop")
-    assert cache_key(dropping, chat, SAMPLE_FORMATS) == cache_key(changed(dropping, seq_len=9), chat, SAMPLE_FORMATS)
-    template = load_tokenizer("examples/reverse_text/base")
-    assert isinstance(template.chat_template, str)
-    template.chat_template += " "
-    words = load_tokenizer("examples/reverse_text/base")
-    words.add_tokens(["ab"])
-    folder = tmp_path / "folder"
+    def key(chat: Tokenizer | None = None, formats: Any = SAMPLE_FORMATS, **values: Any) -> str:
+        return cache_key(changed(config, **values), chat or chat_tokenizer(tokenizer), formats)
+
+    elsewhere, folder = tmp_path / "elsewhere.jsonl", tmp_path / "folder"
     folder.mkdir()
-    (folder / "rows.jsonl").write_bytes(Path(config.name).read_bytes())
+    for path in (elsewhere, folder / "rows.jsonl"):
+        path.write_bytes(Path(config.name).read_bytes())
+    assert {key(name=str(elsewhere)), key(batch_size=3), key(cache_dir="/other")} == {key()}
+    assert key(too_long="drop") == key(too_long="drop", seq_len=9)
     keys = [
-        key,
-        cache_key(dropping, chat, SAMPLE_FORMATS),
-        cache_key(changed(config, train_on="last"), chat, SAMPLE_FORMATS),
-        cache_key(changed(config, split="test"), chat, SAMPLE_FORMATS),
-        cache_key(changed(config, seq_len=65), chat, SAMPLE_FORMATS),
-        cache_key(config, chat, SAMPLE_FORMATS[:2]),
-        cache_key(config, chat_tokenizer(template), SAMPLE_FORMATS),
-        cache_key(config, chat_tokenizer(words), SAMPLE_FORMATS),
-        cache_key(changed(config, name=str(folder)), chat, SAMPLE_FORMATS),
-    ]
+        key(), key(too_long="drop"), key(train_on="last"), key(split="test"), key(seq_len=65), key(name=str(folder)),
+        key(formats=SAMPLE_FORMATS[:2]), key(other_tokenizer(" ")), key(other_tokenizer(words=["ab"])),
+    ]  # fmt: skip
     elsewhere.write_bytes(elsewhere.read_bytes().replace(b"abab", b"abba", 1))
-    keys.append(cache_key(changed(config, name=str(elsewhere)), chat, SAMPLE_FORMATS))
+    keys.append(key(name=str(elsewhere)))
     assert len(set(keys)) == len(keys)
 
 
-def test_a_template_that_writes_the_date_is_tokenised_anew_for_a_run_of_another_day(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+def test_templates_with_dates_are_tokenised_each_day_and_those_with_times_each_run(
+    config: SftDataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dated = load_tokenizer("examples/reverse_text/base")
-    assert isinstance(dated.chat_template, str)
-    dated.chat_template = "{{ strftime_now('%Y') }}" + dated.chat_template
-
-    def keys() -> list[str]:
-        return [cache_key(config, chat_tokenizer(one), SAMPLE_FORMATS) for one in (tokenizer, dated)]
-
-    plain, today = keys()
-    monkeypatch.setenv(DATE_ENV, str(int(time.time()) + 86_400))
-    assert keys()[0] == plain and keys()[1] != today
-
-
-def test_templates_with_times_are_tokenised_each_run(config: SftDataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for text in ("{{ strftime_now('%d %b %Y') }}", "{{ strftime_now('%d %b %Y %H:%M') }}"):
-        template = load_tokenizer("examples/reverse_text/base")
-        assert isinstance(template.chat_template, str)
-        template.chat_template = text + template.chat_template
-        for second in (86_400, 86_400 + 7_200):
+    def keys(template: str) -> list[str]:
+        found = []
+        for second in (86_400, 86_400 + 7_200, 2 * 86_400):
             monkeypatch.setenv(DATE_ENV, str(second))
-            found.append(cache_key(config, chat_tokenizer(template), SAMPLE_FORMATS))
-    assert found[0] == found[1] and len(set(found[1:])) == 3
+            found.append(cache_key(config, other_tokenizer(template), SAMPLE_FORMATS))
+        return found
+
+    assert len(set(keys(""))) == 1 and len(set(keys("{{ strftime_now('%H:%M') }}"))) == 3
+    first, again, tomorrow = keys("{{ strftime_now('%d %b %Y') }}")
+    assert first == again != tomorrow
 
 
-def test_two_runs_started_at_once_have_one_cache(config: SftDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    expected = fingerprint_samples(load_samples(changed(config, cache_dir=""), tokenizer, seed=0)[0])
+def exit_codes(function: Callable[[], object], count: int = 1) -> list[int]:
+    children = [in_a_child(function) for _ in range(count)]
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def test_two_runs_started_at_once_have_one_cache(config: SftDataConfig, digest: Digest) -> None:
+    expected = digest(config, cache_dir="")
 
     def load() -> None:
-        assert fingerprint_samples(load_samples(config, tokenizer, seed=0)[0]) == expected
+        assert digest(config) == expected
 
-    children = [in_a_child(load) for _ in range(3)]
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    assert exit_codes(load, 3) == [0, 0, 0]
     assert len(entries(config)) == 1, "the slower ones left nothing behind"
 
 
 def test_killed_while_it_makes_the_cache_the_next_start_makes_it(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = token_cache.chunks_to_file
+    written = tokenizing.chunks_to_file
 
     def die_after_one(*arguments: Any) -> Any:
         for chunk in written(*arguments):
             yield chunk
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(token_cache, "chunks_to_file", die_after_one)
-    child = in_a_child(lambda: load_samples(config, tokenizer, seed=0))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    monkeypatch.setattr(tokenizing, "chunks_to_file", die_after_one)
+    assert exit_codes(lambda: load_samples(config, tokenizer, seed=0)) == [-signal.SIGKILL]
     (left,) = entries(config)
     assert left.name.startswith(scratch_name())
-    monkeypatch.setattr(token_cache, "chunks_to_file", written)
+    monkeypatch.setattr(tokenizing, "chunks_to_file", written)
     assert len(load_samples(config, tokenizer, seed=0)[0]) == len(ROWS)
     (whole,) = entries(config)
     assert not whole.name.startswith(scratch_name())
 
 
 def test_where_the_disk_cannot_take_it_a_run_does_without(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]
+    config: SftDataConfig, digest: Digest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = fingerprint_samples(load_samples(changed(config, cache_dir=""), tokenizer, seed=0)[0])
+    expected = digest(config, cache_dir="")
 
     def load() -> None:
         logging.basicConfig(force=True, level=logging.INFO)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        samples, _ = load_samples(config, tokenizer, seed=0)
+        found = digest(config)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert fingerprint_samples(samples) == expected
+        assert found == expected
 
-    child = in_a_child(load)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_codes(load) == [0]
     assert capfd.readouterr().err.count("WARNING: data.cache_dir: tokenised data cannot be kept in") == 1
     assert entries(config) == []
 
 
-@pytest.mark.parametrize(
-    ("cache_dir", "home", "said"),
-    [("rows.jsonl/cache", None, "kept in "), (None, "~nobody-of-this-name/cache", "kept in the home directory")],
-    ids=["no directory", "no home"],
-)
+@pytest.mark.parametrize("has_home", [True, False], ids=["no directory", "no home"])
 def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
-    cache_dir: str | None,
-    home: str | None,
-    said: str,
+    has_home: bool,
     config: SftDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    digest: Digest,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if home is not None:
-        monkeypatch.setenv("HOLDFAST_CACHE", home)
-    own = cache_dir and str(Path(config.name).parent / cache_dir)
+    expected = digest(config, cache_dir="")
+    own, said = (f"{config.name}/cache", "kept in ") if has_home else (None, "kept in the home directory")
+    if not has_home:
+        monkeypatch.setenv("HOLDFAST_CACHE", "~nobody-of-this-name/cache")
     with caplog.at_level(logging.INFO):
-        samples, _ = load_samples(changed(config, cache_dir=own), tokenizer, seed=0)
-    assert len(samples) == len(ROWS)
+        assert digest(config, cache_dir=own) == expected
     assert caplog.text.count(f"WARNING: data.cache_dir: tokenised data cannot be {said}") == 1
 
 
 def test_rows_of_a_hub_are_kept_by_their_revision(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: SftDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    digest: Digest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As `datasets` finds them without a network (tests have none): what a revision left here, by its commit."""
     import datasets
@@ -286,24 +277,17 @@ def test_rows_of_a_hub_are_kept_by_their_revision(
         (revision / "rows-train.arrow").write_bytes(made.read_bytes())
         about = json.loads((made.parent / "dataset_info.json").read_text())
         (revision / "dataset_info.json").write_text(json.dumps({**about, "dataset_name": "rows"}))
-        first, _ = load_samples(hub, tokenizer, seed=0)
-        assert len(first) == len(rows)
+        assert len(load_samples(hub, tokenizer, seed=0)[0]) == len(rows)
         with monkeypatch.context() as again:
             again.setattr(read_samples, "ordered_chunks", refuse_to_tokenise)
-            second, _ = load_samples(hub, tokenizer, seed=0)
-        plain, _ = load_samples(changed(hub, cache_dir=""), tokenizer, seed=0)
-        assert fingerprint_samples(first) == fingerprint_samples(second) == fingerprint_samples(plain)
-        found.append(fingerprint_samples(first))
+            found.append(digest(hub))
+        assert found[-1] == digest(hub, cache_dir="")
     assert len(set(found)) == len(entries(config)) == 2
 
 
 @pytest.mark.parametrize("cache", ["kept", "none"])
 def test_the_number_of_processes_is_chosen_and_changes_nothing(
-    cache: str,
-    config: SftDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: str, config: SftDataConfig, digest: Digest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizing, "FEW_ROWS", 10)
     monkeypatch.setattr(tokenizing, "_CHUNK_ROWS", 50)
@@ -318,8 +302,7 @@ def test_the_number_of_processes_is_chosen_and_changes_nothing(
     found = set()
     for num_proc in (1, 3):
         own = str(tmp_path / f"cache_{num_proc}") if cache == "kept" else ""
-        samples, _ = load_samples(changed(config, cache_dir=own, num_proc=num_proc), tokenizer, seed=0)
-        found.add(fingerprint_samples(samples))
+        found.add(digest(config, cache_dir=own, num_proc=num_proc))
         made_by = pids.read_text().split()
         assert len(made_by) == len(ROWS) // 50
         own_pid = str(os.getpid())
@@ -397,8 +380,4 @@ def test_chunks_come_in_order_and_few_are_ahead_of_a_slow_one(tmp_path: Path, mo
     assert first.index == 10 and made.stat().st_size <= 6, "of the other three and one to send; its own, and the next"
     assert [first.index, *(chunk.index for chunk in chunks)] == list(mine)
     assert made.stat().st_size == len(mine)
-
-
-def test_fewer_chunks_than_processes() -> None:
-    chunks = tokenizing._encoded_by_workers(Chunk, range(2), 5, name="data")
-    assert [chunk.index for chunk in chunks] == [0, 1]
+    assert [chunk.index for chunk in tokenizing._encoded_by_workers(Chunk, range(2), 5, name="data")] == [0, 1]

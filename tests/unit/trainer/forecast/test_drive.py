@@ -23,15 +23,10 @@ def test_ways_out_begin_with_the_cheapest() -> None:
     sft = SftConfig.model_validate({"model": {"name": "x", "logits_chunk_tokens": 1024}, "data": {"name": "x"}})
     flags = [flag for flag, _ in _changes(sft, Load(), "")]
     assert flags == [
-        "--model.activation-checkpointing",
-        "--model.logits-chunk-tokens 256",
-        "--data.micro-batch-size 1",
-        "--model.activation-checkpointing --model.logits-chunk-tokens 256 --data.micro-batch-size 1",
-        "--model.lora",
-        "--parallel.num-ranks 2",
-        "--parallel.num-ranks 4",
-        "--parallel.num-ranks 8",
-    ]
+        "--model.activation-checkpointing", "--model.logits-chunk-tokens 256", "--data.micro-batch-size 1",
+        "--model.activation-checkpointing --model.logits-chunk-tokens 256 --data.micro-batch-size 1", "--model.lora",
+        "--parallel.num-ranks 2", "--parallel.num-ranks 4", "--parallel.num-ranks 8",
+    ]  # fmt: skip
     rl = TrainerConfig.model_validate({
         "model": {"name": "x", "lora": {}, "activation_checkpointing": True, "logits_chunk_tokens": 256},
         "parallel": {"num_ranks": 2}, "row_tokens": 8192,

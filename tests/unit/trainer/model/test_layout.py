@@ -45,8 +45,6 @@ class Flat(PreTrainedModel):
 
 
 class WithFlat(PreTrainedModel):
-    """A model around one."""
-
     config_class = LlamaConfig
     base_model_prefix = "model"
 
@@ -136,16 +134,15 @@ def test_packed_attention_refuses_what_it_does_not_know() -> None:
     packed_attention(nn.Identity(), query, query, query, None, banana=None, use_cache=False)
 
 
-def test_models_without_a_decoder_layers_or_a_head(hf_model: PreTrainedModel) -> None:
+def test_models_without_a_decoder_layers_a_head_or_a_last_position(
+    hf_model: PreTrainedModel, tiny_model: Models
+) -> None:
     config = LlamaConfig()
     with pytest.raises(DataError, match="Flat has no decoder apart from its head"):
         decoder_of(Flat(config))
     with pytest.raises(DataError, match="WithFlat has no list of decoder layers and cannot be sharded"):
         decoder_layers(WithFlat(config))
     assert not has_plain_head(decoder_of(hf_model), None)
-
-
-def test_a_model_that_names_no_last_position_has_none(tiny_model: Models) -> None:
     opt, mamba = (
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model(kind, **fields)))
         for kind, fields in (("opt", {"max_position_embeddings": 16}), ("mamba", {}))
@@ -187,10 +184,13 @@ def test_what_a_model_cannot_be_configured_to_is_refused(
         build(directory, mesh, activation_checkpointing=True)
 
 
-def test_layers_are_compiled_where_that_is_asked_for(tiny_model: Models, mesh: Mesh) -> None:
+def test_layers_are_compiled_where_that_is_asked_for_and_can_be(tiny_model: Models, mesh: Mesh) -> None:
     for is_asked in (True, False):
         layers = decoder_layers(build(tiny_model("llama"), mesh, compile=is_asked).hf_model)
         assert {layer._compiled_call_impl is not None for layer in layers} == {is_asked}
+    settings = {"model": {"compile": True}, "parallel": {"num_ranks": 2, "sequence_parallel": 2}}
+    with pytest.raises(ValidationError, match=r"model\.compile does not go with parallel\.sequence_parallel"):
+        SftConfig.model_validate({"output_dir": "run", **settings})
 
 
 @pytest.mark.parametrize(("dtype", "advice"), [("bfloat16", True), ("float32", False)])
@@ -220,7 +220,7 @@ def test_the_death_of_another_rank_in_a_forward_pass_is_no_fault_of_the_model(hf
             raise error
 
 
-def test_the_cost_of_attention_is_that_of_its_floating_point_operations(hf_model: PreTrainedModel) -> None:
+def test_the_cost_of_attention_is_what_it_computes(hf_model: PreTrainedModel, tiny_model: Models, mesh: Mesh) -> None:
     config = hf_model.config
     matrices = sum(p.numel() for name, p in hf_model.named_parameters() if "embed_tokens" not in name)
     if config.tie_word_embeddings:
@@ -233,9 +233,6 @@ def test_the_cost_of_attention_is_that_of_its_floating_point_operations(hf_model
     assert found.cost(length) / length == pytest.approx(1 + within / outside)
     hf_model.config = PreTrainedConfig()  # which does not say how large anything is
     assert pair_cost(hf_model) == 0
-
-
-def test_a_model_that_is_built_knows_what_its_attention_costs(tiny_model: Models, mesh: Mesh) -> None:
     policy = build_policy(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)
     assert policy.layout.cost(10) > 10
     scalar = build_scalar_model(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)
@@ -283,12 +280,6 @@ def test_what_cannot_be_sliced_is_refused(
         policy.layout = type(policy.layout)(attention != "sdpa", attention, "" if attention != "sdpa" else why)
     with pytest.raises(DataError, match=why):
         policy.share_rows(group(size))
-
-
-def test_compiled_layers_are_refused() -> None:
-    settings = {"model": {"compile": True}, "parallel": {"num_ranks": 2, "sequence_parallel": 2}}
-    with pytest.raises(ValidationError, match=r"model\.compile does not go with parallel\.sequence_parallel"):
-        SftConfig.model_validate({"output_dir": "run", **settings})
 
 
 @pytest.mark.parametrize(

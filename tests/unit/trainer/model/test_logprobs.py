@@ -53,12 +53,9 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
     hidden, head, bias, targets = inputs()
     used = bias if with_bias else None
     logprobs, entropy, _ = token_logprobs(
-        hidden,
-        plain_head(head, bias_V=used, softcap=softcap),
-        targets,
-        Reading(Sampling(temperature), entropy=True, entropy_gradient=entropy_gradient),
-        chunk_tokens=chunk_tokens,
-    )
+        hidden, plain_head(head, bias_V=used, softcap=softcap), targets,
+        Reading(Sampling(temperature), entropy=True, entropy_gradient=entropy_gradient), chunk_tokens=chunk_tokens,
+    )  # fmt: skip
     expected, expected_entropy = by_hand(hidden, head, targets, used, temperature, softcap)
     assert logprobs.dtype == torch.float32 and entropy is not None and entropy.requires_grad == entropy_gradient
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
@@ -103,13 +100,9 @@ def test_divergence_from_a_teacher_is_that_of_whole_vocabularies(chunk_tokens: i
     taught = torch.randn(N, H + 3, generator=generator, dtype=torch.float64)  # a wider model
     taught_weight = torch.randn(V, H + 3, generator=generator, dtype=torch.float64, requires_grad=True)
     found = token_logprobs(
-        hidden,
-        plain_head(weight, bias_V=bias, softcap=5.0),
-        targets,
-        Reading(Sampling(temperature)),
-        chunk_tokens=chunk_tokens,
-        teacher=Readout(taught, plain_head(taught_weight)),
-    )
+        hidden, plain_head(weight, bias_V=bias, softcap=5.0), targets, Reading(Sampling(temperature)),
+        chunk_tokens=chunk_tokens, teacher=Readout(taught, plain_head(taught_weight)),
+    )  # fmt: skip
     logits = 5.0 * torch.tanh((hidden @ weight.T + bias) / 5.0)
     expected = kl_by_hand(logits, (taught @ taught_weight.T).detach(), temperature)
     assert found.teacher_kl_N is not None and expected.min() > 0.1
@@ -160,7 +153,7 @@ def test_whole_logits_never_exist_with_chunks() -> None:
         assert largest == rows
 
 
-def test_no_targets_give_no_values_and_zero_gradients() -> None:
+def test_no_targets_give_no_values_and_zero_gradients_and_other_numbers_are_refused() -> None:
     hidden, head, _, _ = inputs()
     logprobs, entropy, _ = token_logprobs(
         hidden[:0], plain_head(head), torch.zeros(0, dtype=torch.long), Reading(entropy=True)
@@ -168,9 +161,6 @@ def test_no_targets_give_no_values_and_zero_gradients() -> None:
     assert logprobs.shape == entropy.shape == (0,)
     (gradient,) = torch.autograd.grad(logprobs.sum(), head)
     assert torch.count_nonzero(gradient) == 0
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
     hidden, head, _, targets = inputs()
     with pytest.raises(ValueError, match="11 hidden states for 10 targets"):
         token_logprobs(hidden, plain_head(head), targets[:-1])
@@ -257,12 +247,6 @@ def test_equal_and_extreme_logits_give_numbers(scale: float, sampling: Sampling)
     assert (logprobs <= 0).all() and (entropy >= 0).all()
 
 
-def test_cut_tokens_weigh_nothing_however_low_the_others_are() -> None:
-    logits_CV = torch.arange(W).remainder(5).float().repeat(W, 1)
-    found = [read(logits_CV + shift, list(range(W)), Sampling(top_p=0.5)) for shift in (0.0, -30_000.0)]
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_tokens_at_a_border_stay_but_for_those_that_top_p_needs_not() -> None:
     """Of equally likely ones: all that reach `min_p`, all that are as likely as number k, the fewest with the mass."""
     logits_CV = torch.zeros(4, 4)
@@ -278,12 +262,15 @@ def test_tokens_at_a_border_stay_but_for_those_that_top_p_needs_not() -> None:
     assert sorted(sizes(Sampling(top_p=0.51))) == [3, 3, 3, 4]
 
 
-def test_a_target_at_the_border_has_one_log_probability_on_both_sides() -> None:
+def test_a_target_at_the_border_has_one_log_probability_and_cut_tokens_weigh_nothing() -> None:
     """Whether rounding cuts the target or not makes no difference."""
     logits = torch.tensor([2.0, 1.0, 0.0, *[-1.0] * (W - 3)])
     first_two = float(logits.softmax(-1)[:2].sum())
     found = [read(logits[None], [2], Sampling(top_p=first_two + nudge))[0].item() for nudge in (-1e-4, 1e-4)]
     assert found[0] == found[1] == pytest.approx(logits[:3].log_softmax(-1)[2].item(), abs=1e-6)
+    logits_CV = torch.arange(W).remainder(5).float().repeat(W, 1)
+    found = [read(logits_CV + shift, list(range(W)), Sampling(top_p=0.5)) for shift in (0.0, -30_000.0)]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_how_people_write_it() -> None:

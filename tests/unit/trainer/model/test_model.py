@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import decoder_layers
 from holdfast.trainer.optimizer import build_optimizer
 from tests.builders.train_states import local_part
-from tests.models.families import FAMILIES, write_model
 
 Models = Callable[..., Path]
 LENGTHS = (7, 3, 12)
@@ -89,9 +89,8 @@ def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, mesh: Mes
     torch.rand(10)
     again, other = tensors(0), tensors(1)
     assert all(torch.equal(first[name], again[name]) for name in first)
-    embedding = "model.embed_tokens.weight"
-    assert not torch.equal(first[embedding], other[embedding])
-    assert 0.08 < first[embedding].std().item() < 0.12, "initializer_range is 0.1"
+    assert not torch.equal(first[EMBEDDING], other[EMBEDDING])
+    assert 0.08 < first[EMBEDDING].std().item() < 0.12, "initializer_range is 0.1"
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
 
 
@@ -128,12 +127,9 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Mod
 
 
 HEADS = {
-    "tied": ("qwen3", {}),
-    "untied": ("qwen3", {"tied": False}),
-    "bias": ("phi", {"tied": False}),
-    "capped": ("gemma2", {"final_logit_softcapping": 3.0}),
-    "own": ("granite", {"logits_scaling": 0.25}),
-}
+    "tied": ("qwen3", {}), "untied": ("qwen3", {"tied": False}), "bias": ("phi", {"tied": False}),
+    "capped": ("gemma2", {"final_logit_softcapping": 3.0}), "own": ("granite", {"logits_scaling": 0.25}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -217,16 +213,21 @@ def test_a_policy_starts_in_training_mode_with_dropout(tiny_model: Models, mesh:
     torch.testing.assert_close(logprobs(policy), logprobs(policy), rtol=0, atol=0)
 
 
-def without_a_tensor(directory: Path) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+Tensors = dict[str, Tensor]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 
 
-def with_another_shape(directory: Path) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    tensors["model.norm.weight"] = torch.ones(7)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+def with_tensors(change: Callable[[Tensors], Tensors]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+    return apply
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {other: tensor for other, tensor in tensors.items() if other != name}
 
 
 def with_config(**fields: Any) -> Callable[[Path], object]:
@@ -245,8 +246,11 @@ def with_config(**fields: Any) -> Callable[[Path], object]:
         (lambda path: (path / "config.json").write_text('{"model_type": "no_such_kind"}'), "no such kind of model"),
         (lambda path: (path / "model.safetensors").unlink(), "model.init = random"),
         (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "its header cannot be read"),
-        (without_a_tensor, "lack 1 tensors, such as model.layers.1.mlp.up_proj.weight"),
-        (with_another_shape, "model.norm.weight is (7,) torch.float32 there, (32,) torch.float32 here"),
+        (with_tensors(lambda of: without(of, UP)), f"lack 1 tensors, such as {UP}"),
+        (
+            with_tensors(lambda of: of | {NORM: torch.ones(7)}),
+            f"{NORM} is (7,) torch.float32 there, (32,) torch.float32",
+        ),
         (with_config(num_attention_heads=5), "is (32, 32) torch.float32 there, (32, 40) torch.float32 here"),
         (with_config(hidden_act="no_such"), "cannot build a causal language model of type qwen3 with eager"),
         (with_config(rope_parameters={"rope_type": "no_such"}), "with eager attention. KeyError: 'no_such'"),
@@ -269,41 +273,31 @@ def test_a_directory_that_is_no_model_is_named(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "has_last"),
-    [("gpt2", {}, True), ("opt", {}, True), ("gptj", {"rotary_dim": 4}, True), ("llama", {}, False)],
-)
+@pytest.mark.parametrize(("kind", "fields"), [("gpt2", {}), ("opt", {}), ("gptj", {"rotary_dim": 4}), ("llama", {})])
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_sample_beyond_the_last_position_is_refused_where_there_is_one(
-    kind: str, fields: dict[str, Any], has_last: bool, pack: bool, tiny_model: Models, mesh: Mesh
+    kind: str, fields: dict[str, Any], pack: bool, tiny_model: Models, mesh: Mesh
 ) -> None:
     policy = build(tiny_model(kind, max_position_embeddings=16, **fields), mesh)
 
     def run(length: int) -> None:
         sample = Sample(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool))
-        micro = build_micro_batch([sample], [0], pack=pack and policy.layout.packs, device=mesh.device)
-        predict(policy, micro)
+        predict(policy, build_micro_batch([sample], [0], pack=pack and policy.layout.packs, device=mesh.device))
 
     run(16)
-    if has_last:
-        with pytest.raises(DataError, match="a sample has 17 tokens, and .* has positions for 16"):
-            run(17)
-    else:
+    if kind == "llama":
         run(40)
+        return
+    with pytest.raises(DataError, match="a sample has 17 tokens, and .* has positions for 16"):
+        run(17)
 
 
 def check(directory: Path, mesh: Mesh, **settings: Any) -> None:
-    """Compare a policy with what transformers loads."""
     config = TrainedModelConfig.model_validate({"name": str(directory)} | settings)
     mine = trained_tensors(build_policy(config, mesh, seed=0).hf_model)
     theirs = trained_tensors(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "falcon_h1", "bloom"])
-def test_families_are_read_in_parts(name: str, mesh: Mesh, tmp_path: Path) -> None:
-    check(write_model(next(one for one in FAMILIES if one.name == name), tmp_path / "model", seed=2), mesh)
 
 
 def test_several_files_are_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
@@ -316,53 +310,27 @@ def test_several_files_are_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_pat
         check(tmp_path / "model", mesh)
 
 
-def test_names_without_the_prefix_of_the_model_are_read_in_parts(
-    tiny_model: Models, mesh: Mesh, tmp_path: Path
-) -> None:
-    """As files of a decoder without its head have them."""
-    shutil.copytree(tiny_model(), tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    check(tmp_path / "model", mesh)
+def beside(name: str, text: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_text(text)
 
 
-def beside_an_index(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
-
-
-def with_a_copy_of_the_head(directory: Path) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def with_the_head_alone(directory: Path) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("change", [beside_an_index, with_a_copy_of_the_head, with_the_head_alone])
-def test_files_may_hold_any_of_two_tied_tensors(
-    change: Callable[[Path], None], tiny_model: Models, mesh: Mesh, tmp_path: Path
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (beside("model.safetensors.index.json", '{"metadata": {}, "weight_map": {}}'), None),
+        (beside("adapter_config.json", "{}"), r"holds both a model and adapter_config\.json"),
+        # As files of a decoder without its head have them.
+        (with_tensors(lambda of: {name.removeprefix("model."): tensor for name, tensor in of.items()}), None),
+        (with_tensors(lambda of: of | {HEAD: of[EMBEDDING].clone()}), None),
+        (with_tensors(lambda of: without(of, EMBEDDING) | {HEAD: of[EMBEDDING]}), None),
+        (with_tensors(lambda of: of | {HEAD: of[EMBEDDING] + 1}), "s.weight and lm_head.weight differ in its files"),
+    ],
+    ids=["empty index", "adapter", "no prefix", "copy of the head", "head alone", "another head"],
+)
+def test_what_files_of_a_tied_model_may_hold(
+    change: Callable[[Path], object], said: str | None, tiny_model: Models, mesh: Mesh, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_model(), tmp_path / "model")
     change(tmp_path / "model")
-    check(tmp_path / "model", mesh)
-
-
-def test_tied_tensors_that_differ_in_the_files_are_refused(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
-    shutil.copytree(tiny_model(), tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"embed_tokens.weight and lm_head.weight differ in its files"):
-        check(tmp_path / "model", mesh)
-
-
-def test_a_model_beside_an_adapter_is_refused(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
-    shutil.copytree(tiny_model(), tmp_path / "model")
-    (tmp_path / "model" / "adapter_config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"holds both a model and adapter_config\.json"):
+    with pytest.raises(DataError, match=said) if said else nullcontext():
         check(tmp_path / "model", mesh)

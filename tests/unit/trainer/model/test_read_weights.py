@@ -36,6 +36,13 @@ def _shards(directory: Path, *, dtype: torch.dtype = torch.float32) -> None:
     save_file({"b": torch.arange(4).to(dtype)}, directory / "model-10.safetensors")
 
 
+def _refused(
+    directory: Path, message: str, *, dtype: torch.dtype = torch.float32, of: Architecture = ARCHITECTURE
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read_weights(directory, of, dtype=dtype)
+
+
 def test_the_digest_is_what_it_is_defined_to_be(tmp_path: Path) -> None:
     _shards(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -64,19 +71,13 @@ def test_weights_come_in_the_dtype_of_the_engine(tmp_path: Path, stored: torch.d
     assert torch.equal(tensors["b"].float(), torch.arange(4).float())
 
 
-def test_a_value_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_the_engine_cannot_hold_and_a_tensor_in_two_files_are_refused(tmp_path: Path) -> None:
     _shards(tmp_path)
     save_file({"b": torch.tensor([3.4e38, 0, 0, 0])}, tmp_path / "model-10.safetensors")
     read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32)
-    with pytest.raises(DataError, match="'b' holds NaN or infinity"):
-        read_weights(tmp_path, ARCHITECTURE, dtype=torch.bfloat16)
-
-
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    _shards(tmp_path)
+    _refused(tmp_path, "'b' holds NaN or infinity", dtype=torch.bfloat16)
     save_file({"b": torch.zeros(4)}, tmp_path / "model-3.safetensors")
-    with pytest.raises(DataError, match="tensor 'b' is also in another file"):
-        read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32)
+    _refused(tmp_path, "tensor 'b' is also in another file")
 
 
 def test_tied_weights_may_repeat_the_embedding_but_not_contradict_it(tmp_path: Path) -> None:
@@ -86,8 +87,7 @@ def test_tied_weights_may_repeat_the_embedding_but_not_contradict_it(tmp_path: P
     save_file({name: embedding, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
     assert list(read_weights(tmp_path, architecture, dtype=torch.float32).tensors) == [name]
     save_file({name: embedding, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match="the model's config ties them"):
-        read_weights(tmp_path, architecture, dtype=torch.float32)
+    _refused(tmp_path, "the model's config ties them", of=architecture)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -115,11 +115,6 @@ def test_a_model_without_memory_leaves_the_dtype_of_other_threads_alone(
     monkeypatch.setattr(torch, "set_default_dtype", note)
     assert read_architecture(directory).shapes
     assert set(seen) <= {torch.get_default_dtype()}
-
-
-def _refused(directory: Path, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_weights(directory, ARCHITECTURE, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +175,11 @@ def base_of(model: Path) -> BaseWeights:
     return BaseWeights(model, read_architecture(model))
 
 
+def refused(adapter: Path, base: BaseWeights, message: str, *, version: int | None = None) -> None:
+    with pytest.raises(DataError, match=message):
+        read_adapter(adapter, base, dtype=torch.float32, version=version)
+
+
 OTHER_NAMES = {"kind": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -202,23 +202,19 @@ def test_an_engine_merges_as_the_trainer_does(publish: Publish, fields: dict[str
     assert not torch.equal(untouched[MATRIX], ours.tensors[MATRIX])
 
 
-def test_an_adapter_for_other_weights_is_refused(publish: Publish, tiny_model: Callable[..., Path]) -> None:
+def test_an_adapter_for_other_weights_of_another_version_or_damaged_is_refused(
+    publish: Publish, tiny_model: Callable[..., Path]
+) -> None:
     model, _, adapter = publish()
-    with pytest.raises(DataError, match=rf"adapter for the weights of '{model}' .* this server has those of"):
-        read_adapter(adapter, base_of(tiny_model(seed=1)), dtype=torch.float32)
+    refused(adapter, base_of(tiny_model(seed=1)), f"adapter for the weights of '{model}' .* this server has those of")
     with pytest.raises(DataError, match=r"holds no \*.safetensors file, and an adapter is added to what lies there"):
         base_of(tiny_model(weights=False))
-
-
-def test_another_version_or_a_damaged_file_is_refused(publish: Publish) -> None:
     model, _, adapter = publish()
     base = base_of(model)
-    with pytest.raises(DataError, match="holds policy version 2 .* pushed as version 3"):
-        read_adapter(adapter, base, dtype=torch.float32, version=3)
+    refused(adapter, base, "holds policy version 2 .* pushed as version 3", version=3)
     settings = adapter / "adapter_config.json"
     settings.write_text(settings.read_text().replace('"lora_alpha": 5.0', '"lora_alpha": 7.0'))
-    with pytest.raises(DataError, match=r"adapter_config.json is damaged"):
-        read_adapter(adapter, base, dtype=torch.float32, version=2)
+    refused(adapter, base, "adapter_config.json is damaged", version=2)
 
 
 BOTH = {f"nowhere.lora_{factor}.weight": torch.ones(1, 1) for factor in "AB"}
@@ -243,13 +239,11 @@ def test_factors_that_do_not_fit_the_model_are_refused_by_name(publish: Publish)
     ):
         tensors = {name: tensor for name, tensor in (whole | changed).items() if tensor is not None}
         save_file(tensors, adapter / ADAPTER_NAME)
-        with pytest.raises(DataError, match=message):
-            read_adapter(adapter, base, dtype=torch.float32)
+        refused(adapter, base, message)
     save_file(whole, adapter / ADAPTER_NAME)
     described = json.loads((adapter / BASE_NAME).read_text())
     (adapter / BASE_NAME).unlink()
-    with pytest.raises(DataError, match="base.json is missing"):
-        read_adapter(adapter, base, dtype=torch.float32)
+    refused(adapter, base, "base.json is missing")
     (adapter / BASE_NAME).write_text(json.dumps(described))
     read_adapter(adapter, base, dtype=torch.float32)
 
@@ -274,5 +268,4 @@ def test_rank_and_alpha_fit_the_factors_and_stand_in_the_digest(publish: Publish
         ({"r": [[[]]]}, "is damaged"),
     ):
         path.write_text(json.dumps(settings | changes))
-        with pytest.raises(DataError, match=message):
-            read_adapter(adapter, base, dtype=torch.float32)
+        refused(adapter, base, message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
@@ -31,6 +25,7 @@ from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, predict_values, score_samples
+from tests.builders.plain_models import write_reward_model
 from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]
@@ -47,21 +42,9 @@ def build(directory: Path, mesh: Mesh, *, seed: int = 0, **config: Any) -> Scala
     return build_scalar_model(TrainedModelConfig(name=str(directory), **config), mesh, seed=seed)
 
 
-def save_reward_model(path: Path, source: Path, *, num_labels: int = 1) -> PreTrainedModel:
-    """Write a reward model with a random head, as transformers does, and return it."""
-    config = AutoConfig.from_pretrained(source, num_labels=num_labels)
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    model.save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, path)
-    return model
-
-
 @pytest.fixture
 def reward_model(tiny_model: Models, tmp_path: Path) -> tuple[Path, PreTrainedModel]:
-    return tmp_path / "reward_model", save_reward_model(tmp_path / "reward_model", tiny_model("llama", tied=False))
+    return tmp_path / "reward_model", write_reward_model(tmp_path / "reward_model", tiny_model("llama", tied=False))
 
 
 def values_of(model: PreTrainedModel, sample: Sample) -> Tensor:
@@ -160,17 +143,15 @@ def test_a_critic_starts_at_zero_and_a_reward_model_keeps_its_head(
 def test_in_bfloat16_values_are_float32_and_so_are_the_masters(tiny_model: Models, mesh: Mesh) -> None:
     model, exact = build(tiny_model(), mesh, dtype="bfloat16"), build(tiny_model(), mesh)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    scores_S = score_samples(model, samples(), [0, 1, 2], pack=True, device=CPU)
+    scores_S, exact_S = (score_samples(one, samples(), [0, 1, 2], pack=True, device=CPU) for one in (model, exact))
     assert scores_S.dtype == torch.float32
-    torch.testing.assert_close(
-        scores_S, score_samples(exact, samples(), [0, 1, 2], pack=True, device=CPU), rtol=0.05, atol=0.05
-    )
+    torch.testing.assert_close(scores_S, exact_S, rtol=0.05, atol=0.05)
     scores_S.sum().backward()
     assert local_part(model.hf_model.get_parameter("score.weight").grad).norm() > 0.1  # type: ignore[arg-type]
 
 
 def test_what_is_published_loads_in_transformers_with_equal_scores(
-    tiny_model: Models, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tiny_model: Models, mesh: Mesh, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = build(tiny_model(), mesh).eval()
     published = WeightPublisher(RunDir(tmp_path), model, tokenizer, mesh, dtype="float32").publish(1)
@@ -186,37 +167,33 @@ def test_what_is_published_loads_in_transformers_with_equal_scores(
     assert torch.equal(score_samples(again.eval(), samples(), [0, 1, 2], pack=True, device=CPU), ours_S)
 
 
-def test_several_labels_are_refused(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
-    save_reward_model(tmp_path / "three", tiny_model(), num_labels=3)
+def test_several_labels_and_a_missing_head_are_refused(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
+    write_reward_model(tmp_path / "three", tiny_model(), num_labels=3)
     with pytest.raises(DataError, match="scores 3 labels .num_labels in its config.json.; a reward model scores 1"):
         build(tmp_path / "three", mesh)
-
-
-def test_a_reward_model_without_a_head_is_refused(reward_model: tuple[Path, PreTrainedModel], mesh: Mesh) -> None:
-    directory, theirs = reward_model
+    theirs = write_reward_model(tmp_path / "one", tiny_model())
     tensors = {name: tensor for name, tensor in theirs.state_dict().items() if name != "score.weight"}
-    theirs.save_pretrained(directory, state_dict=tensors)
+    theirs.save_pretrained(tmp_path / "one", state_dict=tensors)
     with pytest.raises(DataError, match="lack 1 tensors, such as score.weight"):
-        build(directory, mesh)
+        build(tmp_path / "one", mesh)
 
 
-BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = {
+    "is_decoder": True, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("kind", "config", "said"),
     [
-        ({"model_type": "codegen", "n_embd": 32, "n_layer": 1, "n_head": 4}, "no sequence classification for codegen"),
-        (
-            {"model_type": "bert", "is_decoder": True, **BERT},
-            "BertForSequenceClassification has no linear head named score.weight",
-        ),
+        ("codegen", {"n_embd": 32, "n_layer": 1, "n_head": 4}, "no sequence classification for codegen"),
+        ("bert", BERT, "BertForSequenceClassification has no linear head named score.weight"),
     ],
 )
 def test_a_kind_of_model_that_cannot_score_is_named(
-    config: dict[str, Any], said: str, mesh: Mesh, tmp_path: Path
+    kind: str, config: dict[str, Any], said: str, mesh: Mesh, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config}))
     with pytest.raises(DataError, match=said):
         build(tmp_path, mesh, init="random")
 

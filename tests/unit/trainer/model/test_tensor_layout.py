@@ -99,10 +99,7 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 def without_prefix(model: Path, prefix: str, target: Path) -> Path:
     """Copy a model as the files of base models call its tensors, those of GPT-2 on the hub for one."""
-    target.mkdir()
-    for path in model.iterdir():
-        if path.suffix != ".safetensors":
-            (target / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(model, target)
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors_of(model).items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
@@ -215,21 +212,15 @@ def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_mo
             )
 
 
-def test_an_adapted_matrix_that_files_call_otherwise_is_found(tiny_model: ModelFactory, tmp_path: Path) -> None:
+def test_what_files_call_otherwise_is_found_and_exported_with_the_names_of_its_original(
+    tiny_model: ModelFactory, tmp_path: Path
+) -> None:
     """No family with a plain linear layer of another name is small, so names are made other ones here."""
     model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
     loaded = AutoModelForCausalLM.from_pretrained(model)
     layout = TensorLayout(loaded, names_in_files(str(model)))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert layout.name_in_files(name) == "layers.0.self_attn.q_proj.weight"
-    written = dict(layout.to_files(trained_tensors(loaded).items()))
-    assert written.keys() == tensors_of(model).keys()
-
-
-def test_a_checkpoint_is_exported_with_the_names_of_its_original(tiny_model: ModelFactory, tmp_path: Path) -> None:
-    model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    layout = TensorLayout(loaded, names_in_files(str(model)))
+    assert layout.name_in_files("model.layers.0.self_attn.q_proj.weight") == "layers.0.self_attn.q_proj.weight"
+    assert dict(layout.to_files(trained_tensors(loaded).items())).keys() == tensors_of(model).keys()
     files = {f"model/{path.name}": path.read_bytes() for path in model.iterdir() if path.suffix != ".safetensors"}
     identity = Identity(files=files | {f"model/{NAMES_NAME}": msgspec.json.encode(layout.names)})
     with Checkpointer(tmp_path / "checkpoints", {"model": loaded}, identity=identity) as checkpointer:
@@ -300,15 +291,6 @@ def trained_of(policy: Policy) -> dict[str, Tensor]:
     return {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
 
 
-def test_the_tokenizer_comes_along(
-    publisher_of: PublisherOf, tiny_model: ModelFactory, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    publisher, _ = publisher_of(tiny_model())
-    loaded = AutoTokenizer.from_pretrained(publisher.publish(0))
-    assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
-    assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == tokenizer.eos_token
-
-
 def test_bfloat16_weights_are_the_rounded_masters(publisher_of: PublisherOf, tiny_model: ModelFactory) -> None:
     publisher, policy = publisher_of(tiny_model(), dtype="bfloat16")
     directory = publisher.publish(1)
@@ -349,18 +331,17 @@ def test_weights_may_be_read_by_whom_the_umask_lets(
     assert all(found & 0o044 == mode & 0o044 for found in files.values()), files
 
 
-def test_publishing_a_version_again_replaces_it(publisher_of: PublisherOf, tiny_model: ModelFactory) -> None:
+def test_versions_bring_their_tokenizer_are_replaced_by_the_same_and_pruned(
+    publisher_of: PublisherOf, tiny_model: ModelFactory, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     publisher, _ = publisher_of(tiny_model())
-    directory = publisher.publish(1)
+    _, directory, *_ = (publisher.publish(version) for version in (0, 1, 2, 10))
+    loaded = AutoTokenizer.from_pretrained(directory)
+    assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
+    assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == tokenizer.eos_token
     (directory / "model.safetensors").write_bytes(b"damaged")
     assert publisher.publish(1) == directory
     manifest.verify(directory)
     assert atomic.clear_leftovers(directory.parent) == []
-
-
-def test_pruning_keeps_what_is_needed(publisher_of: PublisherOf, tiny_model: ModelFactory, tmp_path: Path) -> None:
-    publisher, _ = publisher_of(tiny_model())
-    for version in (0, 1, 2, 10):
-        publisher.publish(version)
     publisher.prune({1, 10, 99})
     assert RunDir(tmp_path).published_weights() == [1, 10]

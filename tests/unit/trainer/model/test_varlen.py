@@ -1,10 +1,4 @@
-"""Packed attention, in which every sample attends as if it were alone: by padded batches, or by a kernel.
-
-When the kernel for samples of any lengths is taken, what it is given, and that it gives the same.
-
-The kernel itself needs a GPU, and is compared with plain attention in `tests/gpu`. Here a function that computes
-attention one sample at a time takes its place, under the same conditions; `test_families` has it in all families.
-"""
+"""Packed attention: every sample attends as if alone, by padded batches or a kernel (tests/gpu has that of GPUs)."""
 
 from __future__ import annotations
 

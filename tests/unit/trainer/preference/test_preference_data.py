@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig, PreferenceLossConfig
@@ -65,73 +65,69 @@ def settings(path: Path, rows: list[dict[str, Any]], **more: Any) -> PreferenceD
     return PreferenceDataConfig.model_validate({"name": str(file), "seq_len": 32, **more})
 
 
-def trained(tokenizer: PreTrainedTokenizerBase, pair: Pair) -> tuple[str, str]:
+def read(path: Path, rows: list[dict[str, Any]], tokenizer: Tokenizer, formats: Any = None, **more: Any) -> list[Pair]:
+    """Return the pairs of rows, which are written into a file first."""
+    return load_pairs(settings(path, rows, **more), tokenizer, **({"formats": formats} if formats else {}))
+
+
+def trained(tokenizer: Tokenizer, pair: Pair) -> tuple[str, str]:
     """Return what is trained of both sides, as text."""
     texts = [str(tokenizer.decode(side.token_ids[side.loss_mask], skip_special_tokens=True)) for side in pair.sides]
     return texts[0], texts[1]
 
 
-def test_a_fingerprint_of_text_rows_tells_the_sides_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    pairs = load_pairs(settings(tmp_path, TEXTS), tokenizer)
+def test_a_fingerprint_of_text_rows_tells_the_sides_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pairs = read(tmp_path, TEXTS, tokenizer)
     assert [trained(tokenizer, pair) for pair in pairs] == [("ba", "ab done"), ("edc", "c")]
     assert [pair.number for pair in pairs] == [0, 1]
     for pair in pairs:
         assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum(), "both follow the same prompt"
-    # The fingerprint tells the sides apart.
     turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in TEXTS]
-    straight = fingerprint_preferences(load_pairs(settings(tmp_path, TEXTS), tokenizer))
-    assert fingerprint_preferences(load_pairs(settings(tmp_path, turned), tokenizer)) != straight
+    assert fingerprint_preferences(read(tmp_path, turned, tokenizer)) != fingerprint_preferences(pairs)
 
 
-def test_messages_and_conversations_give_the_same_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_messages_and_conversations_give_the_same_pairs(tmp_path: Path, tokenizer: Tokenizer) -> None:
     prompt = [user("ab"), assistant("ba"), user("cd")]
     apart = {"prompt": prompt, "chosen": [assistant("dc")], "rejected": [assistant("cd")]}
     whole = {"chosen": [*prompt, assistant("dc")], "rejected": [*prompt, assistant("cd")]}
-    expected = load_pairs(settings(tmp_path, [apart]), tokenizer)
+    expected = read(tmp_path, [apart], tokenizer)
     assert trained(tokenizer, expected[0]) == ("dc", "cd"), "earlier answers belong to the prompt"
-    assert fingerprint_preferences(load_pairs(settings(tmp_path, [whole]), tokenizer)) == fingerprint_preferences(
-        expected
-    )
-    named = {"prompt": "cd", **whole}  # as some datasets have it: the prompt's text again, beside the chats
-    assert fingerprint_preferences(load_pairs(settings(tmp_path, [named]), tokenizer)) == fingerprint_preferences(
-        expected
-    )
+    # As some datasets have it: the prompt's text again, beside the chats.
+    for row in (whole, {"prompt": "cd", **whole}):
+        assert fingerprint_preferences(read(tmp_path, [row], tokenizer)) == fingerprint_preferences(expected)
 
 
-def test_margins_are_read_by_who_asks_for_them(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
+EITHER = (*RATED_PAIR_FORMATS, *PAIR_FORMATS)
+
+
+def test_margins_are_read_by_who_asks_for_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rated = [{**row, "margin": margin} for row, margin in zip(TEXTS, (0.25, -3), strict=True)]
-    data = settings(tmp_path, rated)
-    ignored, read = load_pairs(data, tokenizer), load_pairs(data, tokenizer, formats=RATED_PAIR_FORMATS)
-    assert [pair.margin for pair in ignored] == [0, 0] and [pair.margin for pair in read] == [0.25, -3]
-    assert fingerprint_preferences(ignored) != fingerprint_preferences(read)
-    cut = load_pairs(settings(tmp_path, rated, seq_len=9, too_long="truncate"), tokenizer, formats=RATED_PAIR_FORMATS)
+    ignored, asked = read(tmp_path, rated, tokenizer), read(tmp_path, rated, tokenizer, RATED_PAIR_FORMATS)
+    assert [pair.margin for pair in ignored] == [0, 0] and [pair.margin for pair in asked] == [0.25, -3]
+    assert fingerprint_preferences(ignored) != fingerprint_preferences(asked)
+    cut = read(tmp_path, rated, tokenizer, RATED_PAIR_FORMATS, seq_len=9, too_long="truncate")
     assert [end_at_stop_token(pair, tokenizer).margin for pair in cut] == [0.25, -3]
-    either = (*RATED_PAIR_FORMATS, *PAIR_FORMATS)
-    assert [pair.margin for pair in load_pairs(settings(tmp_path, TEXTS), tokenizer, formats=either)] == [0, 0]
+    assert [pair.margin for pair in read(tmp_path, TEXTS, tokenizer, EITHER)] == [0, 0]
 
 
 @pytest.mark.parametrize("margin", [None, "1", True, float("nan"), float("inf")])
-def test_margins_must_be_numbers(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, margin: Any) -> None:
-    data = settings(tmp_path, [{**TEXTS[0], "margin": 1}, {**TEXTS[1], "margin": margin}])
+def test_margins_must_be_numbers(tmp_path: Path, tokenizer: Tokenizer, margin: Any) -> None:
     with pytest.raises(DataError, match="row 2: `margin` must be a number in every row"):
-        load_pairs(data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS))
+        read(tmp_path, [{**TEXTS[0], "margin": 1}, {**TEXTS[1], "margin": margin}], tokenizer, EITHER)
     with pytest.raises(DataError, match=r"has the columns .* loss\.odpo_alpha, `margin`, a number"):
-        load_pairs(settings(tmp_path, TEXTS), tokenizer, formats=RATED_PAIR_FORMATS)
+        read(tmp_path, TEXTS, tokenizer, RATED_PAIR_FORMATS)
 
 
 def test_pairs_that_teach_nothing_are_left_out(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     equal = {"prompt": "x>", "chosen": "x", "rejected": "x"}
-    pairs = load_pairs(settings(tmp_path, [equal, *TEXTS]), tokenizer)
-    assert [pair.number for pair in pairs] == [0, 1]
+    assert [pair.number for pair in read(tmp_path, [equal, *TEXTS], tokenizer)] == [0, 1]
     assert "1 pairs have the same tokens on both sides" in caplog.text
     with pytest.raises(DataError, match="no pairs to train on"):
-        load_pairs(settings(tmp_path, [equal]), tokenizer)
+        read(tmp_path, [equal], tokenizer)
     long = {"prompt": "abcdefgh>", "chosen": "x", "rejected": "y"}  # cut, nothing of the answers is left
-    (pair,) = load_pairs(settings(tmp_path, [long, TEXTS[1]], seq_len=9, too_long="truncate"), tokenizer)
+    (pair,) = read(tmp_path, [long, TEXTS[1]], tokenizer, seq_len=9, too_long="truncate")
     assert trained(tokenizer, pair) == ("edc", "c")
 
 
@@ -185,12 +181,11 @@ def test_a_reference_with_other_tokens_is_refused(tiny_model: Callable[..., Path
         _beside(config, ragged_pairs(1), mesh)
 
 
-def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match=r"row 1: a side of the pair has \d+ tokens, data.seq_len is 9"):
-        load_pairs(settings(tmp_path, TEXTS, seq_len=9), tokenizer)
-    dropped = load_pairs(settings(tmp_path, TEXTS, seq_len=9, too_long="drop"), tokenizer)
+        read(tmp_path, TEXTS, tokenizer, seq_len=9)
+    dropped, cut = (read(tmp_path, TEXTS, tokenizer, seq_len=9, too_long=how) for how in ("drop", "truncate"))
     assert [trained(tokenizer, pair) for pair in dropped] == [("edc", "c")]
-    cut = load_pairs(settings(tmp_path, TEXTS, seq_len=9, too_long="truncate"), tokenizer)
     assert len(cut) == 2 and max(len(side.token_ids) for pair in cut for side in pair.sides) == 9
 
 
@@ -212,22 +207,10 @@ def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: Pr
         ),
     ],
 )
-def test_rows_that_are_no_pairs_are_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], named: str
-) -> None:
+def test_rows_that_are_no_pairs_are_refused(tmp_path: Path, tokenizer: Tokenizer, row: Any, named: str) -> None:
     with pytest.raises(DataError, match=named) as caught:
-        load_pairs(settings(tmp_path, [row]), tokenizer)
+        read(tmp_path, [row], tokenizer)
     assert caught.value.exit_code == 2
-
-
-def test_held_out_pairs_keep_their_numbers() -> None:
-    pairs = ragged_pairs(20)
-    training, held_out = split_preferences(pairs, 0.25, seed=1)
-    assert (len(training), len(held_out)) == (15, 5)
-    assert sorted(pair.number for pair in training + held_out) == list(range(20))
-    assert all(pairs[pair.number] is pair for pair in training + held_out)
-    with pytest.raises(DataError, match="validation_fraction"):
-        split_preferences([], 0.9, seed=1)
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -284,13 +267,7 @@ def step_of(policy: Policy, mesh: Mesh, pairs: list[Pair], **data: Any) -> tuple
     return metrics, taken_gradients(policy)
 
 
-def test_a_step_is_the_same_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
-    metrics = check_splits(partial(step_of, policy, mesh, ragged_pairs(12)))
-    assert 0 < metrics["rewards/accuracies"] < 1
-    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
-
-
-def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy, mesh: Mesh) -> None:
+def test_a_step_is_what_logits_and_the_formula_give_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
     pairs = ragged_pairs(4)
     metrics, gradients = step_of(policy, mesh, pairs)
     offsets = torch.from_numpy(np.random.default_rng(1).normal(size=(4, 2)))
@@ -303,6 +280,9 @@ def test_a_step_is_what_transformers_logits_and_the_formula_give(policy: Policy,
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     torch.testing.assert_close(gradients, taken_gradients(policy), rtol=1e-4, atol=1e-6)
+    metrics = check_splits(partial(step_of, policy, mesh, ragged_pairs(12)))
+    assert 0 < metrics["rewards/accuracies"] < 1
+    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
 
 
 def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy: Policy, mesh: Mesh) -> None:
@@ -314,12 +294,18 @@ def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy
     np.testing.assert_allclose(logprobs, alone, rtol=1e-5)
 
 
-def test_a_rank_without_pairs_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
+def test_a_rank_without_pairs_or_answers_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
     policy.zero_grad(set_to_none=True)
     nothing = predict_pairs(policy, ragged_pairs(2), [], pack=True, device=mesh.device)
     assert nothing.shape == (0, 2)
     nothing.sum().backward()
-    assert all(not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None)
+    assert not taken_gradients(policy).any()
+    answers = ragged_answers(2)
+    objective = objective_of(policy, mesh, answers, offset=0.0)
+    columns = objective._compared_with(0.5).forward(policy, answers, [])
+    assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (0,))
+    columns["loss"].sum().backward()
+    assert not taken_gradients(policy).any()
 
 
 LABELLED = [
@@ -375,17 +361,14 @@ def test_every_answer_is_taken_once_with_another_prompt_unless_one_prompt_has_mo
     assert mismatched_places([b"a"] * 3) == mismatched_places([b"a"]) == []
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
+def text_of(tokenizer: Tokenizer, sample: Sample) -> str:
     return str(tokenizer.decode(sample.token_ids, skip_special_tokens=True))
 
 
-def test_labelled_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_labelled_rows(tmp_path: Path, tokenizer: Tokenizer) -> None:
     answers = load_answers(settings(tmp_path, LABELLED), tokenizer)
-    assert [(answer.is_desirable, answer.number, answer.row) for answer in answers] == [
-        (True, 0, 0),
-        (False, 1, 1),
-        (True, 2, 2),
-    ]
+    found = [(answer.is_desirable, answer.number, answer.row) for answer in answers]
+    assert found == [(True, 0, 0), (False, 1, 1), (True, 2, 2)]
     assert [text_of(tokenizer, answer.answer) for answer in answers] == ["ab>ba", "ab>ab done", "cde>edc"]
     assert [text_of(tokenizer, answer.mismatched) for answer in answers] == ["ab>edc", "ab>edc", "cde>ba"]
     for answer in answers:
@@ -396,9 +379,8 @@ def test_labelled_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> No
     assert fingerprint_preferences(answers) != fingerprint_preferences(turned), "labels are part of it"
 
 
-def test_pairs_are_a_good_and_a_bad_answer_each(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
-    config = settings(tmp_path, rows)
+def test_pairs_are_a_good_and_a_bad_answer_each(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = settings(tmp_path, [{**TEXTS[0], "rejected": "ab"}, TEXTS[1]])
     answers, pairs = load_answers(config, tokenizer), load_pairs(config, tokenizer)
     assert [(answer.is_desirable, answer.row) for answer in answers] == [(True, 0), (False, 0), (True, 1), (False, 1)]
     sides = [side for pair in pairs for side in pair.sides]
@@ -408,33 +390,33 @@ def test_pairs_are_a_good_and_a_bad_answer_each(tmp_path: Path, tokenizer: PreTr
 
 
 def test_labelled_rows_that_cannot_be_used_are_refused_or_left_out(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load(rows: list[dict[str, Any]], **more: Any) -> list[LabelledAnswer]:
         return load_answers(settings(tmp_path, rows, **more), tokenizer)
 
-    for label in (1, "true", None):
-        with pytest.raises(DataError, match="row 3: `label` must be true .* or false"):
-            load([*LABELLED[:2], {**LABELLED[2], "label": label}])
-    with pytest.raises(DataError, match="all answers have the same prompt, and KTO needs at least two"):
-        load(LABELLED[:2])
-    with pytest.raises(DataError, match=r"rows need `prompt`, `completion` and `label` .*; or `prompt`, `chosen`"):
-        load([{"prompt": "a", "completion": "b"}])
-    with pytest.raises(DataError, match=r"row 2: the sample has \d+ tokens, data.seq_len is 9"):
-        load(LABELLED, seq_len=9)
-    assert (
-        len(load(LABELLED, seq_len=9, too_long="drop")) == 2
-        and "1 answers of more than 9 tokens were drop" in caplog.text
-    )
-    cut = load(LABELLED, seq_len=9, too_long="truncate")
-    assert [len(answer.answer.token_ids) for answer in cut][1] == 9 and "were cut" in caplog.text
     long = {**LABELLED[0], "prompt": "abcdefgh>"}  # cut, nothing of the answer is left
-    assert len(load([long, *LABELLED], seq_len=9, too_long="truncate")) == 3
-    assert "1 answers have nothing to train on and are left out" in caplog.text
-    with pytest.raises(DataError, match="no answers to train on are left"):
-        load([long], seq_len=9, too_long="truncate")
-    longer = {**LABELLED[2], "completion": "edcedc"}
-    mismatched = [answer.mismatched for answer in load([*LABELLED[:1], longer], seq_len=11)]
+    cutting = {"seq_len": 9, "too_long": "truncate"}
+    wrong = [[*LABELLED[:2], {**LABELLED[2], "label": label}] for label in (1, "true", None)]
+    for rows, more, said in (
+        *((rows, {}, "row 3: `label` must be true .* or false") for rows in wrong),
+        (LABELLED[:2], {}, "all answers have the same prompt, and KTO needs at least two"),
+        ([{"prompt": "a", "completion": "b"}], {}, "rows need `prompt`, `completion` and `label` .*; or `prompt`, `ch"),
+        (LABELLED, {"seq_len": 9}, r"row 2: the sample has \d+ tokens, data.seq_len is 9"),
+        ([long], cutting, "no answers to train on are left"),
+    ):
+        with pytest.raises(DataError, match=said):
+            load(rows, **more)
+    assert len(load(LABELLED, seq_len=9, too_long="drop")) == 2
+    assert [len(answer.answer.token_ids) for answer in load(LABELLED, **cutting)][1] == 9
+    assert len(load([long, *LABELLED], **cutting)) == 3
+    for said in (
+        "1 answers of more than 9 tokens were drop",
+        "were cut",
+        "1 answers have nothing to train on and are left",
+    ):
+        assert said in caplog.text
+    mismatched = [one.mismatched for one in load([LABELLED[0], {**LABELLED[2], "completion": "edcedc"}], seq_len=11)]
     assert max(len(sample.token_ids) for sample in mismatched) <= 11
 
 
@@ -453,12 +435,16 @@ def ragged_answers(count: int) -> list[LabelledAnswer]:
     ]
 
 
-def test_both_answers_of_a_row_are_held_out_together() -> None:
-    answers = ragged_answers(20)
-    training, held_out = split_preferences(answers, 0.3, seed=1)
-    assert (len(training), len(held_out)) == (14, 6)
+def test_held_out_pairs_keep_their_numbers_and_both_answers_of_a_row_go_together() -> None:
+    pairs, answers = ragged_pairs(20), ragged_answers(20)
+    for given, fraction, sizes in ((pairs, 0.25, (15, 5)), (answers, 0.3, (14, 6))):
+        training, held_out = split_preferences(given, fraction, seed=1)
+        assert (len(training), len(held_out)) == sizes
+        assert sorted(one.number for one in (*training, *held_out)) == list(range(20))
+        assert all(given[one.number] is one for one in (*training, *held_out))
     assert not {answer.row for answer in training} & {answer.row for answer in held_out}
-    assert sorted(answer.number for answer in (*training, *held_out)) == list(range(20))
+    with pytest.raises(DataError, match="validation_fraction"):
+        split_preferences([], 0.9, seed=1)
 
 
 def objective_of(
@@ -521,13 +507,3 @@ def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, mes
     alone = objective.measure(policy, [answers[k] for k in good])
     assert "rewards/rejected" not in alone and "rewards/margins" not in alone and alone["desirable"] == 1
     assert "rewards/chosen" not in objective.measure(policy, [answers[k] for k in bad])
-
-
-def test_a_rank_without_answers_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
-    answers = ragged_answers(2)
-    objective = objective_of(policy, mesh, answers, offset=0.0)
-    columns = objective._compared_with(0.5).forward(policy, answers, [])
-    assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (0,))
-    policy.zero_grad(set_to_none=True)
-    columns["loss"].sum().backward()
-    assert not taken_gradients(policy).any()

@@ -1,6 +1,4 @@
-"""Losses of preferences and of reward models by hand, at their extremes, and refused; by formula:
-test_every_name_computes.
-"""
+"""Losses of preferences and reward models by hand, at extremes, refused; by formula: test_every_name_computes."""
 
 import math
 from collections.abc import Callable
@@ -206,7 +204,7 @@ def step_of(model: ScalarModel, mesh: Mesh, pairs: list[Pair], **data: Any) -> t
     return metrics, taken_gradients(model)
 
 
-def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, mesh: Mesh) -> None:
+def test_a_step_is_what_transformers_and_the_formula_give_however_it_is_split(model: ScalarModel, mesh: Mesh) -> None:
     pairs = ragged_pairs(5, margin=0.3)
     metrics, got = step_of(model, mesh, pairs)
     rewards_P2 = torch.stack([
@@ -220,18 +218,11 @@ def test_a_step_is_what_transformers_and_the_formula_give(model: ScalarModel, me
     torch.testing.assert_close(got, taken_gradients(model), rtol=1e-4, atol=1e-6)
     rewards_P2, w_P, l_P = rewards_P2.detach(), w_P.detach(), l_P.detach()
     expected = {
-        "loss": loss.item(),
-        "rewards/chosen": w_P.mean().item(),
-        "rewards/rejected": l_P.mean().item(),
-        "rewards/margins": (w_P - l_P).mean().item(),
-        "rewards/accuracies": (w_P > l_P).double().mean().item(),
-        "rewards/mean": rewards_P2.mean().item(),
-        "rewards/std": rewards_P2.std(correction=0).item(),
-    }
+        "loss": loss.item(), "rewards/chosen": w_P.mean().item(), "rewards/rejected": l_P.mean().item(),
+        "rewards/margins": (w_P - l_P).mean().item(), "rewards/accuracies": (w_P > l_P).double().mean().item(),
+        "rewards/mean": rewards_P2.mean().item(), "rewards/std": rewards_P2.std(correction=0).item(),
+    }  # fmt: skip
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_a_step_is_the_same_however_it_is_split(model: ScalarModel, mesh: Mesh) -> None:
     metrics = check_splits(partial(step_of, model, mesh, ragged_pairs(12, margin=0.3)), rel=1e-4)
     assert 0 < metrics["rewards/accuracies"] < 1
 

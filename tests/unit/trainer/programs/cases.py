@@ -25,9 +25,7 @@ RL: dict[str, Any] = {"mismatch_limit": float("inf")}
 
 @dataclass(frozen=True)
 class Case:
-    """A program with settings that give it a kind of state. `settings`: of the program, with names in capitals in the
-    place of files.
-    """
+    """A program with settings that give it a kind of state; names in capitals stand for files."""
 
     program: str
     parts: set[str] = field(default_factory=set)  # the state beside that of every program, as `parts_of` names it
@@ -103,7 +101,6 @@ class Programs:
         return self._files.get(value, value) if isinstance(value, str) else value
 
     def half(self, name: str) -> RunDir:
-        """Return the run of a case until step 5."""
         if name not in self._halves:
             output = self._home / f"half of {name}"
             self._halves[name] = train(CASES[name].program, output, self.settings(name), until=HALF)

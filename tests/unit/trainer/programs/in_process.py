@@ -18,6 +18,7 @@ from holdfast.launcher.resume.prepare import prepare
 from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan
 from holdfast.run import manifest
 from holdfast.run.journal import Accepted, EnvironmentPosition, publish_batch
+from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.dcp import ShardWriter
 from holdfast.trainer.checkpoint.state import capture_random_state
@@ -36,10 +37,7 @@ Resume = int | Literal["latest", "auto"] | None
 
 
 def train(program: str, output: Path, settings: Mapping[str, Any], *, until: int, resume: Resume = None) -> RunDir:
-    """Train until the step `until`, which is saved, and return the directory of the run. `settings`: of the program.
-    Those of its checkpoints come on top of a save at the end. `resume`: the committed step that new objects resume
-    from; a number where there are several ranks.
-    """
+    """Train until the step `until`, which is saved, from `resume` in new objects; return the directory of the run."""
     run_prepared(prepared(program, output, settings, until=until, resume=resume))
     return RunDir(output)
 
@@ -67,8 +65,12 @@ def prepared(
 
 
 def run_prepared(config: TrainingCommand) -> None:
-    """Train as a rank does."""
     importlib.import_module(f"holdfast.trainer.programs.{config.program.replace('-', '_')}").run(config)
+
+
+def column(run_dir: RunDir, name: str) -> list[float]:
+    """Return the values of a metric, of the steps that have it."""
+    return [line[name] for line in read_metrics(run_dir.metrics) if name in line]
 
 
 def end_state(run_dir: RunDir, *, last: int = STEPS, first: int = 1) -> dict[str, Any]:
@@ -89,9 +91,7 @@ def parts_of(checkpoint: Path) -> set[str]:
 
 
 def forget(checkpoint: Path, part: str) -> None:
-    """Damage a part of a committed checkpoint: a file or a value by its name, tensors by the begin of their names. A
-    digest becomes another one, tensors are halved, generators get the state of this process.
-    """
+    """Damage a part of a committed checkpoint: digests become others, tensors are halved, generators those of now."""
     values = _values(checkpoint)
     if part == "random_rank_0.json":
         (checkpoint / "trainer" / part).write_bytes(msgspec.json.encode(capture_random_state()))
@@ -133,12 +133,9 @@ def publish_journal(run_dir: RunDir, steps: Iterable[int]) -> None:
         all_before = [rollout for number in range(1, step + 1) for rollout in _rollouts(number)]
         position = EnvironmentPosition(next_task=_GROUPS * step, group_size=_GROUP_SIZE)
         accepted = Accepted(
-            step=step,
-            problems=_GROUPS * step,
-            rollouts=len(all_before),
-            tokens=sum(len(rollout.token_ids) for rollout in all_before),
-            environments={"letters": position},
-        )
+            step=step, problems=_GROUPS * step, rollouts=len(all_before),
+            tokens=sum(len(rollout.token_ids) for rollout in all_before), environments={"letters": position},
+        )  # fmt: skip
         publish_batch(run_dir, batch, msgspec.json.encode(accepted))
 
 
@@ -150,14 +147,11 @@ def _rollouts(step: int) -> list[Rollout]:
         answer = [*(generator.randrange(5, 90) for _ in range(generator.randint(2, 6))), 3]
         found.append(
             Rollout(
-                environment="letters",
-                task_id=_GROUPS * (step - 1) + task,
-                sample_index=index,
-                token_ids=TokenIds([4, 5 + task, *answer]),
-                loss_mask=LossMask([False, False, *[True] * len(answer)]),
+                environment="letters", task_id=_GROUPS * (step - 1) + task, sample_index=index,
+                token_ids=TokenIds([4, 5 + task, *answer]), loss_mask=LossMask([False, False, *[True] * len(answer)]),
                 logprobs=Logprobs([0.0, 0.0, *(generator.uniform(-6, -4) for _ in answer)]),
                 versions=[VersionSpan(step - 1, 2, 2 + len(answer))],
                 reward=generator.choice((0.0, 0.5, 1.0)) + 0.01 * index,
             )
-        )
+        )  # fmt: skip
     return found

@@ -14,7 +14,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from holdfast.errors import CheckpointError, DataError, TrainingError
 from holdfast.run import manifest
-from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import REFERENCE_NAME, RunDir
 from holdfast.trainer.model import attention
 from tests.conftest import ROOT
@@ -22,11 +21,7 @@ from tests.faults.run_states import differing
 from tests.runs.rl import EVERYTHING
 from tests.runs.training import PAIRS
 from tests.unit.trainer.programs.cases import PREFERENCES, Programs
-from tests.unit.trainer.programs.in_process import HALF, STEPS, end_state, train
-
-
-def column(run_dir: RunDir, name: str) -> list[float]:
-    return [line[name] for line in read_metrics(run_dir.metrics) if name in line]
+from tests.unit.trainer.programs.in_process import HALF, STEPS, column, end_state, train
 
 
 def test_packed_equals_unpacked_and_one_by_eight_equals_eight_by_one(programs: Programs, tmp_path: Path) -> None:

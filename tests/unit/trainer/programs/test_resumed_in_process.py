@@ -67,7 +67,7 @@ def test_a_run_with_another_state_is_refused(name: str, part: str, programs: Pro
         programs.resumed(name, tmp_path / "resumed", without=part)
 
 
-def test_every_program_and_every_kind_of_state_has_a_case() -> None:
+def test_every_program_kind_of_state_and_section_that_may_be_left_out_has_a_case() -> None:
     assert {case.program for case in CASES.values()} == PROGRAMS.keys()
     classes = {kind.__name__ for kind in _subclasses(State) if kind.__module__.startswith("holdfast.")}
     assert classes == {"TrainState", *KINDS}, "add a case for a new kind of state"
@@ -76,9 +76,6 @@ def test_every_program_and_every_kind_of_state_has_a_case() -> None:
     damaged = {part.split(".")[0] if part.endswith(".") else part for _, part in (*DIFFERS, *REFUSED)}
     # The step is in the name of the checkpoint; the table of the reference is computed again if it is lost.
     assert parts - damaged == {"step", "reference.json", "reference_logprobs.npz"}
-
-
-def test_every_section_of_settings_that_may_be_left_out_has_a_case() -> None:
     used = {key for case in CASES.values() for key in case.settings}
     for config in map(program_config, PROGRAMS):
         optional = {name for name, one in config.model_fields.items() if _is_optional_section(one.annotation)}

@@ -27,13 +27,21 @@ from tests.builders.slow_advantages import by_token, random_groups
 from tests.conftest import ROOT
 
 
-def test_a_group_of_one_has_no_others_and_what_cannot_be_computed_is_refused() -> None:
+def test_a_group_of_one_has_no_others_and_is_refused_where_rollouts_are_compared() -> None:
     assert grpo([0.1]) == dr_grpo([0.1]) == rloo([0.1]) == max_rl([0.1]) == [0.0]
     assert opo([1.0, 0.0], [0, 0]) == [0.0, 0.0]
     with pytest.raises(TrainingError, match="at least 0, got -0.5"):
         max_rl([1.0, -0.5])
     with pytest.raises(TrainingError, match="the best of advantage_k = 4 rollouts, and a problem has 3"):
         pass_at_k([0.0, 1.0, 0.0], k=4)
+    assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*REWARD_ADVANTAGES, *MODEL_ADVANTAGES}
+    groups = scored_groups([[1.0, 2.0], [3.0]])
+    for name in GROUP_ADVANTAGES:
+        with pytest.raises(TrainingError, match="task 1 of environment 'e' has a single one.*reinforce_pp, gae"):
+            require_siblings(groups, name)
+        require_siblings(groups[:1], name)
+    for name in (*SINGLE_ADVANTAGES, "own:advantage"):
+        require_siblings(groups, name)
 
 
 @pytest.mark.parametrize("name", REWARD_ADVANTAGES)
@@ -49,9 +57,7 @@ RAISE_THE_SUM = [name for name in REWARD_ADVANTAGES if name not in ("grpo_proces
 
 
 class Turns:
-    """A policy that answers, or asks on, in each of up to three turns of a token; the third one always answers. The
-    answer earns 1, and every turn `of_turn` beside it.
-    """
+    """A policy that answers or asks on, up to three turns of a token; the answer earns 1, each turn also `of_turn`."""
 
     def __init__(self, of_turn: float) -> None:
         self.of_turn = of_turn
@@ -101,13 +107,10 @@ def test_a_policy_of_turns_finds_the_largest_sum_of_all_rewards(name: str) -> No
     assert policy.stops().max() < 0.1
 
 
-def test_process_supervision_sees_no_cost_that_is_the_same_for_every_turn() -> None:
+def test_process_supervision_sees_no_cost_of_every_turn_and_gdpo_knows_no_steps() -> None:
     policy = Turns(-0.25)
     policy.learn("grpo_process", steps=1)
     assert not policy.logits.any()
-
-
-def test_gdpo_has_no_weight_for_rewards_of_steps() -> None:
     with pytest.raises(TrainingError, match="leave these out, or take an advantage that knows them"):
         advantage_of("gdpo")([[step_rollout(1.0, {0: 1.0}), step_rollout(0.0, {})]])
 
@@ -138,17 +141,6 @@ def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
         groups = random_groups(3)
         masked = [[replace(one, is_trained=number != 1) for number, one in enumerate(group)] for group in groups]
         assert by_token(name, groups) == by_token(name, masked)
-
-
-def test_a_group_of_one_is_refused_where_rollouts_are_compared() -> None:
-    assert {*GROUP_ADVANTAGES, *SINGLE_ADVANTAGES} == {*REWARD_ADVANTAGES, *MODEL_ADVANTAGES}
-    groups = scored_groups([[1.0, 2.0], [3.0]])
-    for name in GROUP_ADVANTAGES:
-        with pytest.raises(TrainingError, match="task 1 of environment 'e' has a single one.*reinforce_pp, gae"):
-            require_siblings(groups, name)
-        require_siblings(groups[:1], name)
-    for name in (*SINGLE_ADVANTAGES, "own:advantage"):
-        require_siblings(groups, name)
 
 
 def rollout(task_id: int, reward: float) -> Rollout:
@@ -200,12 +192,13 @@ def ragged(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
     return [[[1.0, [2.0]] for _ in group] for group in groups]
 
 
-def test_an_advantage_of_the_user() -> None:
+def test_an_advantage_of_the_user_as_the_documentation_shows_it() -> None:
     config = TrainerConfig(advantage=f"{__name__}:shortest_of_the_best")
     groups = [[scored_rollout(1.0, 2), scored_rollout(1.0, 1), scored_rollout(0.0, 1)]]
     assert advantage_of(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
     by_place = advantage_of(f"{__name__}:of_tokens")(groups)
     assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
+    assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "losses.md").read_text()
 
 
 def fails(groups: list[list[ScoredRollout]]) -> list[list[float]]:
@@ -226,10 +219,6 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
     ):
         with pytest.raises(TrainingError, match=f"{function}.*{message}"):
             advantage_of(f"{__name__}:{function}")(scored_groups([[1.0, 2.0]]))
-
-
-def test_the_documentation_shows_the_example() -> None:
-    assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "losses.md").read_text()
 
 
 @pytest.mark.parametrize("log_ratio", [20.0, 1e4, -1e4])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from holdfast.config.algorithm import UpdatesConfig
 from holdfast.config.base import POLICY_LOSSES
@@ -29,6 +29,7 @@ from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.train_step import policy_step
 from tests.builders.learner_runs import start_learner
+from tests.builders.plain_models import write_reward_model
 from tests.builders.policy_inputs import policy_input
 from tests.builders.slow_losses import configured
 from tests.builders.train_states import local_part
@@ -92,15 +93,12 @@ def by_hand(directory: Path, rollouts: list[Rollout], config: Any) -> tuple[dict
         return torch.tensor([value for value, count in zip(values, counts, strict=True) for _ in range(count)])
 
     data = policy_input(
-        new_N,
-        old_logprobs_N=new_N.detach(),
-        sampler_logprobs_N=torch.tensor([p for own in sampled for p in own]),
+        new_N, old_logprobs_N=new_N.detach(), sampler_logprobs_N=torch.tensor([p for own in sampled for p in own]),
         advantages_N=each([rollout.reward for rollout in rollouts]),
         weights_N=each([1 / len(counts) / count for count in counts]),
-        sequence_N=each([float(number) for number in range(len(counts))]),
-        step_sequences=len(counts),
+        sequence_N=each([float(number) for number in range(len(counts))]), step_sequences=len(counts),
         step_tokens=sum(counts),
-    )
+    )  # fmt: skip
     loss, _ = build_policy_loss(config)(data)
     loss.backward()
     away_N = new_N.detach() - data.sampler_logprobs_N
@@ -172,11 +170,7 @@ def test_a_sample_that_is_cut_keeps_the_sequences_that_are_left() -> None:
 def test_a_reward_model_scores_the_last_branch(
     directory: Path, tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path
 ) -> None:
-    source = tiny_model("llama", tied=False)
-    config = AutoConfig.from_pretrained(source, num_labels=1)
-    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((source / name).read_bytes())
+    write_reward_model(tmp_path, tiny_model("llama", tied=False))
     model = RewardModel(str(tmp_path), TrainedModelConfig(name=str(directory)), mesh)
     samples = to_samples(make_rollouts(), trained_version=3)
     last = [Sample(s.token_ids[s.starts[-1] :], s.loss_mask[s.starts[-1] :]) for s in samples]

@@ -63,9 +63,6 @@ def test_a_batch_may_leave_tasks_open_and_must_take_each_once() -> None:
     for again in (4, 9):  # trained before, and never drawn
         with pytest.raises(TrainingError, match=f"state says that {again} of environment 'a' are open"):
             check_tasks(make_batch(7, *GOOD), before=BEFORE, after=with_open(AFTER, a=(again,)))
-
-
-def test_a_batch_between_two_states_is_accepted() -> None:
     check_tasks(make_batch(7, *GOOD), before=BEFORE, after=AFTER)
     check_tasks(make_batch(1, ("new", 0)), before=Accepted(), after=accepted(1, 1, new=1))
 

@@ -1,6 +1,4 @@
-"""Policy losses by hand, at their bounds, split, and of the user; the KL term and steered coefficients. By formula:
-test_every_name_computes.
-"""
+"""Policy losses by hand, at bounds, split, of the user; steered terms. By formula: test_every_name_computes."""
 
 import inspect
 import math
@@ -50,13 +48,6 @@ def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_step(name: str, corr
     assert torch.autograd.grad(parts[-1], data.logprobs_N)[0].abs().sum() == 0
 
 
-def test_weights_at_the_bounds_of_a_mask_are_kept() -> None:
-    tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
-    correction = {"type": "mask", "low": math.exp(-1.0), "high": math.exp(1.0)}
-    _, counts = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
-    assert counts["correction/bounded"] == 0
-
-
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: float) -> None:
@@ -69,12 +60,16 @@ def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: fl
         assert sum(counts.values()) == (gradient.item() == 0.0), ratio
 
 
-def test_an_overflowing_sequence_weight_is_bounded_not_nan() -> None:
+def test_an_overflowing_sequence_weight_is_bounded_and_weights_at_the_bounds_of_a_mask_are_kept() -> None:
     tokens = [{"sampler": -400.0, "old": -1.0, "new": -1.0, "advantage": 1.0}] * 3
     for kind, expected in (("truncate", -2.0), ("mask", 0.0)):
         correction = {"type": kind, "level": "sequence"}
         loss, _ = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens], dtype=torch.float32))
         assert loss.item() == pytest.approx(expected)
+    tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
+    correction = {"type": "mask", "low": math.exp(-1.0), "high": math.exp(1.0)}
+    _, counts = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
+    assert counts["correction/bounded"] == 0
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -245,13 +240,11 @@ IN_LOSSES = [name for name in KL_ESTIMATES if name != "k1"]
 
 def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]]:
     logprobs_N = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
-    reference_N, advantages_N, weights_N = torch.tensor(
-        [REFERENCE, ADVANTAGES, WEIGHTS["sequence"]], dtype=torch.float64
-    )
+    columns = torch.tensor([REFERENCE, ADVANTAGES, WEIGHTS["sequence"]], dtype=torch.float64)
     value, counts = loss(policy_input(
         logprobs_N, old_logprobs_N=logprobs_N.detach(), sampler_logprobs_N=logprobs_N.detach(),
-        advantages_N=advantages_N, weights_N=weights_N, sequence_N=torch.tensor([0, 0, 1]), step_sequences=2,
-        step_tokens=3, reference_logprobs_N=reference_N,
+        reference_logprobs_N=columns[0], advantages_N=columns[1], weights_N=columns[2],
+        sequence_N=torch.tensor([0, 0, 1]), step_sequences=2, step_tokens=3,
     ))  # fmt: skip
     (gradient_N,) = torch.autograd.grad(value, logprobs_N)
     return float(value.detach()), gradient_N.tolist(), counts
@@ -275,13 +268,13 @@ def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregatio
 STEERED = EntropyConfig(coef=0.01, target=0.5, step_size=0.004, largest=0.02)
 
 
-def test_a_fixed_bonus_stays() -> None:
+def test_a_fixed_bonus_stays_and_a_steered_one_is_that_of_the_slow_one_up_to_the_largest() -> None:
     coefficient = EntropyCoefficient(EntropyConfig(coef=0.3))
     coefficient.update(0.0)
     assert coefficient.coef == 0.3 and coefficient.tensors() == {}
-
-
-def test_a_steered_bonus_is_that_of_the_slow_one() -> None:
+    lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
+    lower.restore({"steered": 0.02, "last": 0.1})
+    assert lower.coef == 0.001
     generator = random.Random(0)
     coefficient, expected, last = EntropyCoefficient(STEERED), 0.01, None
     for _ in range(200):
@@ -289,9 +282,3 @@ def test_a_steered_bonus_is_that_of_the_slow_one() -> None:
         last = generator.choice([generator.random(), 0.5])
         expected = min(expected + 0.004, 0.02) if last <= 0.5 else max(expected - 0.004, 0.0)
         coefficient.update(last)
-
-
-def test_a_configured_largest_bonus_wins_over_the_checkpoint() -> None:
-    lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
-    lower.restore({"steered": 0.02, "last": 0.1})
-    assert lower.coef == 0.001

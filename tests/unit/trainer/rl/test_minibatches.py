@@ -65,24 +65,20 @@ def test_every_epoch_has_every_sample_once_in_parts_of_nearly_one_size(mesh: Mes
 
 def test_the_parts_depend_on_seed_step_and_epoch_alone(mesh: Mesh) -> None:
     samples = make_samples()
-    base = members(samples, plan(samples, mesh, epochs=2, minibatches=2))
+
+    def parts(**settings: int) -> list[list[list[int]]]:
+        return members(samples, plan(samples, mesh, **{"epochs": 2, "minibatches": 2} | settings))
+
+    base = parts()
     torch.rand(3), np.random.rand(3)  # drawn numbers must not matter
-    assert members(samples, plan(samples, mesh, epochs=2, minibatches=2)) == base
-    assert members(samples, plan(samples, mesh, epochs=1, minibatches=2)) == base[:1]
-    assert members(samples, plan(samples, mesh, epochs=2, minibatches=2, row_tokens=5)) == base
-    assert members(samples, plan(samples, mesh, epochs=2, minibatches=2, seed=8)) != base
-    assert members(samples, plan(samples, mesh, epochs=2, minibatches=2, step=4)) != base
+    assert parts() == base == parts(row_tokens=5) and parts(epochs=1) == base[:1]
+    assert parts(seed=8) != base != parts(step=4)
 
 
-def test_one_minibatch_keeps_the_order_of_the_batch(mesh: Mesh) -> None:
+def test_one_minibatch_keeps_the_order_of_the_batch_and_no_minibatch_is_empty(mesh: Mesh) -> None:
     samples = make_samples()
     assert members(samples, plan(samples, mesh, epochs=2)) == [[list(range(7))]] * 2
-
-
-def test_fewer_samples_than_minibatches_leave_none_empty(mesh: Mesh) -> None:
-    samples = make_samples()[:2]
-    epochs = plan(samples, mesh, minibatches=5)
-    assert [[len(part.samples) for part in epoch] for epoch in epochs] == [[1, 1]]
+    assert [[len(part.samples) for part in epoch] for epoch in plan(samples[:2], mesh, minibatches=5)] == [[1, 1]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -114,6 +110,12 @@ def make_groups(sizes: Sequence[int], *, prompt: int, answer: int) -> list[Sampl
     return found
 
 
+def tokens_of(samples: list[Sample], row: list[int]) -> int:
+    """Return how many tokens a row computes whose answers share their prompts."""
+    micro = build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu"))
+    return micro.input_ids_BL.numel()
+
+
 SHARES = replace(PACKED, shares=True, pair_cost=0.001)
 
 
@@ -132,21 +134,20 @@ def test_answers_share_prompts_while_ranks_stay_busy(sizes: tuple[int, ...], num
     samples = make_groups(sizes, prompt=36, answer=20)
     plan = plan_shared_prompts(samples, row_tokens=400, layout=SHARES, num_ranks=num_ranks)
     assert sorted(index for rank in plan for row in rank for index in row) == list(range(len(samples)))
-    rows = [
-        build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu"))
-        for rank in plan
-        for row in rank
-    ]
-    assert [row.input_ids_BL.numel() for row in rows] == tokens
+    assert [tokens_of(samples, row) for rank in plan for row in rank] == tokens
 
 
-def test_groups_are_divided_where_whole_ones_leave_half_of_their_rows_empty() -> None:
+def test_groups_are_divided_by_rows_and_by_what_a_shared_prompt_costs() -> None:
     samples = make_groups((11, 11, 11), prompt=4, answer=20)
     (whole, halves) = (
         plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=1)[0] for row_tokens in (230, 400)
     )
     assert [len(row) for row in whole] == [11] * 3
     assert len(halves) == 2 and sorted(index for row in halves for index in row) == list(range(33))
+    samples = make_groups((8,), prompt=100, answer=5) + make_groups((8,), prompt=20, answer=40)
+    layout = replace(SHARES, pair_cost=1.0)
+    plan = plan_shared_prompts(samples, row_tokens=1000, layout=layout, num_ranks=2)
+    assert sorted(row for rank in plan for row in rank) == [list(range(8)), list(range(8, 16))]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -156,15 +157,10 @@ def test_rows_of_shared_prompts_keep_to_their_budget_and_take_no_longer(num_rank
     plan = plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=num_ranks)
     assert sorted(index for rank in plan for row in rank for index in row) == list(range(len(samples)))
     assert len({len(rank) for rank in plan}) == 1, "every forward pass is a collective"
-    rounds = []
-    for rows in zip(*plan, strict=True):
-        built = [build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu")) for row in rows]
-        rounds.append(max(micro.input_ids_BL.numel() for micro in built))
+    rounds = [max(tokens_of(samples, row) for row in rows) for rows in zip(*plan, strict=True)]
     assert max(rounds) <= row_tokens
-    lengths = [len(one.token_ids) for one in samples]
-    apart = plan_rows(
-        lengths, arrangement="packed", budget=row_tokens, rows_per_micro_batch=1, world_size=num_ranks
-    )  # fmt: skip
+    lengths, how = [len(one.token_ids) for one in samples], {"rows_per_micro_batch": 1, "world_size": num_ranks}
+    apart = plan_rows(lengths, arrangement="packed", budget=row_tokens, **how)
     assert sum(rounds) <= sum(max(sum(lengths[i] for i in row) for row in rows) for rows in zip(*apart, strict=True))
 
 
@@ -172,21 +168,13 @@ def test_rows_of_shared_prompts_keep_to_their_budget_and_take_no_longer(num_rank
 def test_a_prompt_that_almost_fills_a_row_is_computed_again_for_each_answer(row_tokens: int, tokens: int) -> None:
     samples = make_groups((8,), prompt=4000, answer=500)
     (plan,) = plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=1)
-    rows = [build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu")) for row in plan]
-    assert sum(row.input_ids_BL.numel() for row in rows) == tokens
+    assert sum(tokens_of(samples, row) for row in plan) == tokens
     config = TrainerConfig(output_dir=Path("run"), row_tokens=row_tokens)
     values = {"environments": [{"id": "addition"}], "seq_len": 4500, "sampling": {"max_tokens": 500}}
     orchestrator = OrchestratorConfig.model_validate(values)
     times = (tokens - 8 * 500) // 4000
     (line,) = _shared_prompts(config, orchestrator)
     assert f"computed {times} times" in line.replace("once for", "1 times for")
-
-
-def test_a_shared_prompt_attends_to_itself_once_and_costs_as_much() -> None:
-    samples = make_groups((8,), prompt=100, answer=5) + make_groups((8,), prompt=20, answer=40)
-    layout = replace(SHARES, pair_cost=1.0)
-    plan = plan_shared_prompts(samples, row_tokens=1000, layout=layout, num_ranks=2)
-    assert sorted(row for rank in plan for row in rank) == [list(range(8)), list(range(8, 16))]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -241,14 +229,10 @@ def test_rollouts_become_samples_token_by_token() -> None:
     assert micro.per_token[SAMPLER_LOGPROB].tolist() == [-0.5, -1.5, -2.5]
 
 
-def test_a_rollout_that_sampled_nothing_trains_nothing() -> None:
-    (sample, _) = samples_of(rollout(3, 0), rollout(3, 2, index=1))
-    assert sample.num_targets == 0
-
-
-@pytest.mark.parametrize("name", ["loss_mask", "logprobs"])
-def test_a_rollout_whose_arrays_do_not_fit_is_refused(name: str) -> None:
-    broken = rollout(5, 3)
-    getattr(broken, name).pop()
-    with pytest.raises(DataError, match="sample 0: 5 tokens"):
-        samples_of(broken)
+def test_a_rollout_that_sampled_nothing_trains_nothing_and_one_whose_arrays_do_not_fit_is_refused() -> None:
+    assert samples_of(rollout(3, 0), rollout(3, 2, index=1))[0].num_targets == 0
+    for name in ("loss_mask", "logprobs"):
+        broken = rollout(5, 3)
+        getattr(broken, name).pop()
+        with pytest.raises(DataError, match="sample 0: 5 tokens"):
+            samples_of(broken)

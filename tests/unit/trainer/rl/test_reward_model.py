@@ -1,6 +1,5 @@
 """The reward model of an RL run, and the moving average of the policy's weights."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
-from holdfast.trainer.checkpoint.state import seed_everything
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import _with_padding
 from holdfast.trainer.rl.auxiliary_models import Ema, RewardModel
-from tests.builders.plain_models import copy_with_other_tokens
+from tests.builders.plain_models import copy_with_other_tokens, write_reward_model
 from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]
@@ -28,12 +26,7 @@ Models = Callable[..., Path]
 @pytest.fixture
 def directory(tiny_model: Models, tmp_path: Path) -> Path:
     """A reward model with dropout, as transformers writes it."""
-    source = tiny_model("llama", tied=False, attention_dropout=0.5)
-    config = AutoConfig.from_pretrained(source, num_labels=1)
-    seed_everything(0, step=0, rank=0)
-    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "judge")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, tmp_path / "judge")
+    write_reward_model(tmp_path / "judge", tiny_model("llama", tied=False, attention_dropout=0.5))
     return tmp_path / "judge"
 
 
@@ -42,16 +35,13 @@ def policy_config(tiny_model: Models) -> TrainedModelConfig:
     return TrainedModelConfig(name=str(tiny_model("qwen3", weights=False)), init="random")
 
 
-def test_scores_are_transformers_however_rows_are_packed(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
+def test_scores_are_transformers_and_move_no_generator(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
     theirs = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     model = RewardModel(str(directory), policy_config(tiny_model), mesh)
     expected = [theirs(torch.from_numpy(s.token_ids)[None].long()).logits.item() for s in ragged_samples()]
     for row_tokens in (4, 13, 1000):
         assert model.score(ragged_samples(), row_tokens=row_tokens) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert model.score(ragged_samples(), row_tokens=13) == model.score(ragged_samples(), row_tokens=13)
-
-
-def test_it_is_frozen_and_moves_no_generator(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
     before = torch.get_rng_state()
     model = RewardModel(str(directory), policy_config(tiny_model), mesh)
     model.score(ragged_samples(), row_tokens=13)
@@ -59,15 +49,12 @@ def test_it_is_frozen_and_moves_no_generator(directory: Path, tiny_model: Models
     assert not model.model.training and not any(p.requires_grad for p in model.model.parameters())
 
 
-def test_a_language_model_is_no_reward_model(tiny_model: Models, mesh: Mesh) -> None:
-    with pytest.raises(DataError, match="a language model without a score. Train one with `reward-model`"):
-        RewardModel(str(tiny_model()), policy_config(tiny_model), mesh)
-
-
-def test_another_tokenizer_is_refused(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
+def test_another_tokenizer_and_a_language_model_are_refused(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
     other = copy_with_other_tokens(directory, directory.with_name("other"))
     with pytest.raises(DataError, match="has another tokenizer .*: 2 tokens differ, such as 'a'"):
         RewardModel(str(other), policy_config(tiny_model), mesh)
+    with pytest.raises(DataError, match="a language model without a score. Train one with `reward-model`"):
+        RewardModel(str(tiny_model()), policy_config(tiny_model), mesh)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +97,7 @@ def test_many_updates_equal_the_weighted_sum_over_all_steps() -> None:
     torch.testing.assert_close(ema.tensors()["a"].double(), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_bfloat16_weights_are_averaged_in_float32() -> None:
-    weights = torch.ones(1, dtype=torch.bfloat16)
-    ema = Ema({"a": weights}, decay=0.992)
-    nudged = weights * 1.0078125  # the next bfloat16: 0.008 of the way is too little for that type
-    for _ in range(3):
-        ema.update({"a": nudged})
-    (average,) = ema.tensors().values()
-    assert average.dtype == torch.float32
-    assert average.item() == pytest.approx(1 + 0.0078125 * (1 - 0.992**3), abs=1e-7)
-
-
-def test_the_average_is_a_copy_that_stays_in_place_so_that_loading_reaches_it() -> None:
+def test_the_average_is_a_copy_in_float32_that_stays_in_place_so_that_loading_reaches_it() -> None:
     weights = torch.nn.Parameter(torch.ones(3))
     ema = Ema({"a": weights}, decay=0.5)
     held = ema.tensors()["a"]
@@ -131,6 +107,14 @@ def test_the_average_is_a_copy_that_stays_in_place_so_that_loading_reaches_it() 
     assert held.tolist() == [2.0] * 3 and weights.tolist() == [3.0] * 3 and not held.requires_grad
     held.copy_(torch.tensor([4.0, 8.0, 9.0]))
     assert ema.tensors()["a"].tolist() == [4.0, 8.0, 9.0]
+    weights = torch.ones(1, dtype=torch.bfloat16)
+    ema = Ema({"a": weights}, decay=0.992)
+    nudged = weights * 1.0078125  # the next bfloat16: 0.008 of the way is too little for that type
+    for _ in range(3):
+        ema.update({"a": nudged})
+    (average,) = ema.tensors().values()
+    assert average.dtype == torch.float32
+    assert average.item() == pytest.approx(1 + 0.0078125 * (1 - 0.992**3), abs=1e-7)
 
 
 def test_shards_stay_sharded_and_average_as_whole_tensors_do(mesh: Mesh) -> None:
