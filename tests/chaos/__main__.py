@@ -10,6 +10,7 @@ with 1 when an invariant is broken.
 
 import argparse
 import contextlib
+import functools
 import shutil
 import statistics
 import sys
@@ -52,10 +53,12 @@ def main() -> int:
         arguments.kills, arguments.seed, victims, **{name: getattr(arguments, name) for name in map(_name, OTHER_HITS)}
     )
     max_steps = steps_of(len(hits))
-    flags = (*SMALL_BATCH, "--max-steps", str(max_steps), "--ckpt.interval", "2", "--ckpt.keep", "3")
-    flags = (*flags, "--trainer.parallel.num-ranks", str(arguments.ranks))
-    flags = (*flags, "--trainer.parallel.threads", "1", "--inference.engines", str(arguments.engines))
-    flags = (*flags, "--inference.server.port", str(arguments.port or free_port(arguments.engines)))
+    port = arguments.port or free_port(arguments.engines)
+    flags = (
+        *SMALL_BATCH, "--max-steps", str(max_steps), "--ckpt.interval", "2", "--ckpt.keep", "3",
+        "--trainer.parallel.num-ranks", str(arguments.ranks), "--trainer.parallel.threads", "1",
+        "--inference.engines", str(arguments.engines), "--inference.server.port", str(port),
+    )  # fmt: skip
     turns = 1 if arguments.schedule == "strict" else None
     if arguments.schedule == "rounds":
         flags = (*flags, *IN_ROUNDS)
@@ -78,16 +81,8 @@ def main() -> int:
         print(f"runs of {max_steps} steps in {folder}; first the one that nothing disturbs", flush=True)
         reference = succeeded(folder / "reference", *flags, timeout_s=arguments.timeout_s, engine="vllm")
         print(f"now the one that is hit {len(hits)} times, by the schedule of seed {arguments.seed}", flush=True)
-        chaos = Chaos(
-            folder / "run",
-            hits,
-            *flags,
-            disk=disk,
-            store=store,
-            judge=judge,
-            starts_python=True,
-            say=lambda line: print(line, flush=True),
-        )
+        say = functools.partial(print, flush=True)
+        chaos = Chaos(folder / "run", hits, *flags, disk=disk, store=store, judge=judge, starts_python=True, say=say)
         done = chaos.run(timeout_s=arguments.timeout_s)
         print_blows(done.blows)
         print_report(done, [*victims, DISK, RUN, STORE, MACHINE])

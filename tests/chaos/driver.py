@@ -66,10 +66,8 @@ class ChaosRun:
     def restarts(self) -> dict[str, int]:
         """How often a launcher said that it starts a process again."""
         text = "\n".join(self.console)
-        names = ("orchestrator", "trainer", "inference")
-        counted = {
-            name: sum("starting it again" in line and name in line for line in text.split("\n")) for name in names
-        }
+        starts = [line for line in text.split("\n") if "starting it again" in line]
+        counted = {name: sum(name in line for line in starts) for name in ("orchestrator", "trainer", "inference")}
         return counted | {"launcher": len(self.console) - 1}
 
     def storage_waits(self) -> int:

@@ -88,13 +88,8 @@ def has_sandbox() -> bool:
 
 def settings_of(port: int) -> tuple[str, ...]:
     """Return the flags of a run with two workers, evaluations and a tracker, whose judge is at `port`."""
-    judge = {
-        "url": f"http://127.0.0.1:{port}/v1",
-        "model": "judge",
-        "prompt": "{first} and {last}",
-        "max_score": 10.0,
-        "max_concurrency": AT_ONCE,
-    }
+    judge = {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", "prompt": "{first} and {last}"}
+    judge |= {"max_score": 10.0, "max_concurrency": AT_ONCE}
     section = {"id": "tests.chaos.everything:Everything", "args": {"judge": judge}, "workers": 2}
     return (
         *("--orchestrator.environments", json.dumps([section]), "--orchestrator.sampling.max-tokens", "8"),

@@ -37,36 +37,29 @@ _STARTS = {
 _STARTS_OF = {"subprocess.run", "subprocess.call", "multiprocessing.Process", "multiprocessing.Pool"}
 
 HERE = "test_every_process.py::test_a_process_that_is_killed_costs_nothing_or_a_message"
-PLACES: dict[str, tuple[str, ...]] = {
+PLACES: dict[str, str | tuple[str, ...]] = {
     # Those that play.
-    "orchestrator/workers.py _Running._begin": (HERE,),
-    "orchestrator/worker.py _end_group_with_this_process": (
+    "orchestrator/workers.py _Running._begin": HERE,
+    "orchestrator/worker.py _end_group_with_this_process":
         "test_workers.py::test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestrator",
-    ),
-    "orchestrator/env/math_answers.py MathAnswers._ask": (HERE,),
-    "orchestrator/env/mcp.py _connect": (HERE,),
-    "process/noted_end.py _run": (HERE,),
-    "orchestrator/env/verifiers.py _Player._spawn": (
+    "orchestrator/env/math_answers.py MathAnswers._ask": HERE,
+    "orchestrator/env/mcp.py _connect": HERE,
+    "process/noted_end.py _run": HERE,
+    "orchestrator/env/verifiers.py _Player._spawn":
         "test_verifiers.py::test_a_killed_player_is_started_again_and_nobody_is_blamed",
-    ),
-    "examples/environments/python_code.py require_sandbox.tried": (
+    "examples/environments/python_code.py require_sandbox.tried":
         "test_sandbox.py::test_a_trial_of_the_sandbox_that_is_killed_is_tried_again",
-    ),
-    "examples/environments/python_code.py run_python": (
+    "examples/environments/python_code.py run_python":
         "test_sandbox.py::test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program",
-    ),
-    "examples/environments/sandbox_inside.py main": (
+    "examples/environments/sandbox_inside.py main":
         "test_sandbox.py::test_what_a_killed_process_had_in_a_sandbox_dies_with_it",
-    ),
-    "examples/environments/sandbox_inside.py _enter_namespaces": (
+    "examples/environments/sandbox_inside.py _enter_namespaces":
         "test_sandbox.py::test_a_sandbox_with_half_a_map_of_users_is_no_failure",
-    ),
-    "examples/environments/sandbox_inside.py _first_process": (
+    "examples/environments/sandbox_inside.py _first_process":
         "test_sandbox.py::test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program",
-    ),
     # Those that check.
-    "launcher/preflight.py check_in_child": (HERE,),
-    "commands/environments_check.py _probe_in_process.ask": (HERE,),
+    "launcher/preflight.py check_in_child": HERE,
+    "commands/environments_check.py _probe_in_process.ask": HERE,
     # The parts of a run: trainer, orchestrator, inference, evaluation and trackers, by all that starts them.
     "launcher/cluster/hosts.py start_here": (
         HERE,
@@ -81,23 +74,21 @@ PLACES: dict[str, tuple[str, ...]] = {
         HERE,
         "test_sft_stop.py::test_a_rank_that_is_killed_during_a_save_ends_the_run_which_goes_on_bit_for_bit",
     ),
-    "trainer/data/tokenizing.py _start_worker": (
+    "trainer/data/tokenizing.py _start_worker":
         "test_data.py::test_a_worker_that_dies_is_named",
-    ),
     "inference/engine.py _fork_engine": (
         "test_inference_process.py::test_an_engine_killed_while_it_starts_is_worth_another_start",
         "test_inference_process.py::test_an_engine_killed_at_a_first_request_is_worth_another_start",
         "test_inference_process.py::test_the_death_of_the_engine_ends_the_server_with_its_own_code",
         "test_rl_on_vllm.py::test_inference_and_its_engine_die_and_hang",
     ),
-    "launcher/cluster/hosts.py PipeChannel.__init__": (
+    "launcher/cluster/hosts.py PipeChannel.__init__":
         "test_remote_processes.py::test_what_runs_there_ends_with_the_agent_and_is_lost",
-    ),
     # Programs of SLURM, whose failure of any kind is told before anything starts.
-    "launcher/cluster/slurm.py _run": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),
-    "launcher/cluster/slurm.py _submit": ("test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",),
+    "launcher/cluster/slurm.py _run": "test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",
+    "launcher/cluster/slurm.py _submit": "test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",
     # No new process: the launcher becomes another program.
-    "launcher/launch.py _become": ("test_servers.py::test_a_port_is_held_until_its_holder_is_killed",),
+    "launcher/launch.py _become": "test_servers.py::test_a_port_is_held_until_its_holder_is_killed",
 }  # fmt: skip
 
 
@@ -113,7 +104,7 @@ def test_every_place_that_starts_a_process_has_tests_that_kill_it() -> None:
             starting = [name for name, call in calls(ast.parse(path.read_text())) if _starts(call)]
             found |= {f"{path.relative_to(shown)} {name}" for name in starting}
     assert found == PLACES.keys(), "a place that starts a process needs tests that kill the process, named in PLACES"
-    for name in {name for names in PLACES.values() for name in names}:
+    for name in {name for names in PLACES.values() for name in ([names] if isinstance(names, str) else names)}:
         file, _, test = name.partition("::")
         (path,) = (ROOT / "tests").rglob(file)
         assert f"def {test}(" in path.read_text(), name

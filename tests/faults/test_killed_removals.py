@@ -50,75 +50,63 @@ OTHER_OBJECTS = {"self._saving", "self._loading", "rules", "hook", "handle", "su
 ONE_CALL = "one call of the system removes one file, or gives it its name"
 OWN = "names that begin with .tmp-, or places of a living process: nobody reads them"
 CALLS = "only calls others that are named here"
-REMOVALS: dict[str, str] = {
-    "commands/evaluate_follow.py _clear_leftovers": "evaluations that are followed",
-    "commands/evaluate_follow.py _clear_other_evaluation": "evaluations that are followed",
-    "commands/evaluate_follow.py _evaluate_step": "test_sft_evaluated.py",
-    "commands/evaluated_policy.py prepare_directory": "an evaluation with --clean",
-    "commands/evaluated_policy.py remove_exports": "evaluations that are followed",
-    "commands/rollouts.py export": OWN,
-    "commands/evaluated_policy.py weights_of_step": "test_damaged_files.py",
-    "launcher/cluster/cluster.py check_shared": OWN,
-    "launcher/launch.py with_evaluations": ONE_CALL,
-    "launcher/liveness.py LivenessMonitor.forget": OWN,
-    "launcher/liveness.py place_of_beats": OWN,
-    "launcher/resume/attempt.py _bring_directory": "test_kill_during_start.py",
-    "launcher/resume/prepare.py _make_room": "test_kill_during_start.py",
-    "launcher/resume/prepare.py _remove_rest": "test_kill_during_start.py",
-    "launcher/resume/prepare.py _settle": "test_kill_during_start.py",
-    "launcher/resume/remote.py _bring": CALLS,
-    "launcher/resume/resume_step.py clear_unpublished": "leftovers",
-    "launcher/resume/resume_step.py set_aside": "later steps",
-    "launcher/resume/resume_step.py set_aside_after": "later steps",
-    "launcher/resume/resume_step.py set_aside_damaged": "later steps",
-    "orchestrator/evaluation/evaluator.py evaluate": "an evaluation that has ended",
-    "orchestrator/evaluation/evaluator.py PolicyEvaluation._clear_others": "an evaluation of other weights",
-    "orchestrator/evaluation/results.py ResultsFile._write": ONE_CALL,
-    "orchestrator/generation_log.py discard_generations": "generations",
-    "process/heartbeat.py Heartbeat._write": OWN,
-    "process/heartbeat.py Heartbeat.end": OWN,
-    "process/scratch.py _remove": OWN,
-    "process/scratch.py hold": OWN,
-    "remote/checkpoints.py RemoteCheckpoints._download": "a download over a damaged checkpoint",
-    "remote/checkpoints.py RemoteCheckpoints._remove": "a step in a store",
-    "remote/checkpoints.py RemoteCheckpoints._remove_directory": "a step in a store",
-    "remote/checkpoints.py RemoteCheckpoints._upload": "test_remote.py",
-    "remote/checkpoints.py RemoteCheckpoints.apply_retention": "a step in a store",
-    "remote/checkpoints.py RemoteCheckpoints.clear_leftovers": "a step in a store",
-    "remote/object_store.py ObjectStore.remove_tree": "a step in a store",
-    "remote/uploader.py Uploader._failure_of": CALLS,
-    "run/atomic.py _remove": CALLS,
-    "run/atomic.py publish_directory": "test_kill_in_commit.py",
-    "run/atomic.py remove_directory": "batches",
-    "run/atomic.py write_file": ONE_CALL,
-    "run/journal.py publish_batch": "test_kill_orchestrator.py",
-    "run/lock.py Holder.write": OWN,
-    "run/record_log.py RecordLog.__init__": ONE_CALL,
-    "run/run_dir.py RunDir.clear_leftovers": "leftovers",
-    "run/run_dir.py RunDir.prune_batches": "batches",
-    "run/run_dir.py RunDir.remove_old_attempts": "old attempts",
-    "run/run_dir.py RunDir.remove_run": "test_kill_during_start.py",
-    "run/run_dir.py RunDir.remove_weights_after": "published weights",
-    "run/run_dir.py RunDir.require_writable": OWN,
-    "run/run_dir.py _remove": "test_kill_during_start.py",
-    "trainer/checkpoint/commit.py Commit._after_commit": "test_kill_in_commit.py",
-    "trainer/checkpoint/commit.py Commit._claim_directory": "test_kill_in_commit.py",
-    "trainer/checkpoint/commit.py Commit._publish": "test_kill_in_commit.py",
-    "trainer/checkpoint/commit.py Commit.write": OWN,
-    "trainer/checkpoint/commit.py _make_empty": OWN,
-    "trainer/data/tokenizing.py make_cached": "test_token_cache.py",
-    "trainer/export.py commit": OWN,
-    "trainer/export.py new_directory": OWN,
-    "trainer/model/tensor_names.py SafetensorsWriter.close": OWN,
-    "trainer/model/publish.py WeightPublisher._describe_model": OWN,
-    "trainer/model/publish.py WeightPublisher.prune": "test_kill_during_save.py",
-    "trainer/model/publish.py WeightPublisher.publish": "test_kill_during_save.py",
-    "trainer/model/weight_offers.py WeightOffers._withdraw": ONE_CALL,
-    "trainer/profiling.py Profiler._write": OWN,
-    "trainer/programs/rl.py run": ONE_CALL,
-    "view/backends.py WandB.begin": "the next process of the tracker removes the rest",
+_PLACES = {
+    CALLS: "launcher/resume/remote.py _bring, remote/uploader.py Uploader._failure_of, run/atomic.py _remove",
+    ONE_CALL: (
+        "launcher/launch.py with_evaluations, orchestrator/evaluation/results.py ResultsFile._write, "
+        "run/atomic.py write_file, run/record_log.py RecordLog.__init__, trainer/model/weight_offers.py "
+        "WeightOffers._withdraw, trainer/programs/rl.py run"
+    ),
+    OWN: (
+        "commands/rollouts.py export, launcher/cluster/cluster.py check_shared, launcher/liveness.py "
+        "LivenessMonitor.forget place_of_beats, process/heartbeat.py Heartbeat._write Heartbeat.end, "
+        "process/scratch.py _remove hold, run/lock.py Holder.write, run/run_dir.py RunDir.require_writable, "
+        "trainer/checkpoint/commit.py Commit.write _make_empty, trainer/export.py commit new_directory, "
+        "trainer/model/tensor_names.py SafetensorsWriter.close, trainer/model/publish.py "
+        "WeightPublisher._describe_model, trainer/profiling.py Profiler._write"
+    ),
+    "a download over a damaged checkpoint": "remote/checkpoints.py RemoteCheckpoints._download",
+    "a step in a store": (
+        "remote/checkpoints.py RemoteCheckpoints._remove RemoteCheckpoints._remove_directory "
+        "RemoteCheckpoints.apply_retention RemoteCheckpoints.clear_leftovers, remote/object_store.py "
+        "ObjectStore.remove_tree"
+    ),
+    "an evaluation of other weights": "orchestrator/evaluation/evaluator.py PolicyEvaluation._clear_others",
+    "an evaluation that has ended": "orchestrator/evaluation/evaluator.py evaluate",
+    "an evaluation with --clean": "commands/evaluated_policy.py prepare_directory",
+    "batches": "run/atomic.py remove_directory, run/run_dir.py RunDir.prune_batches",
+    "evaluations that are followed": (
+        "commands/evaluate_follow.py _clear_leftovers _clear_other_evaluation, commands/evaluated_policy.py "
+        "remove_exports"
+    ),
+    "generations": "orchestrator/generation_log.py discard_generations",
+    "later steps": "launcher/resume/resume_step.py set_aside set_aside_after set_aside_damaged",
+    "leftovers": "launcher/resume/resume_step.py clear_unpublished, run/run_dir.py RunDir.clear_leftovers",
+    "old attempts": "run/run_dir.py RunDir.remove_old_attempts",
+    "published weights": "run/run_dir.py RunDir.remove_weights_after",
+    "test_damaged_files.py": "commands/evaluated_policy.py weights_of_step",
+    "test_kill_during_save.py": "trainer/model/publish.py WeightPublisher.prune WeightPublisher.publish",
+    "test_kill_during_start.py": (
+        "launcher/resume/attempt.py _bring_directory, launcher/resume/prepare.py _make_room _remove_rest _settle, "
+        "run/run_dir.py RunDir.remove_run _remove"
+    ),
+    "test_kill_in_commit.py": (
+        "run/atomic.py publish_directory, trainer/checkpoint/commit.py Commit._after_commit "
+        "Commit._claim_directory Commit._publish"
+    ),
+    "test_kill_orchestrator.py": "run/journal.py publish_batch",
+    "test_remote.py": "remote/checkpoints.py RemoteCheckpoints._upload",
+    "test_sft_evaluated.py": "commands/evaluate_follow.py _evaluate_step",
+    "test_token_cache.py": "trainer/data/tokenizing.py make_cached",
+    "the next process of the tracker removes the rest": "view/backends.py WandB.begin",
 }
-"""Place -> what it is driven by here, the tests that kill it, or why there is nothing to kill."""
+"""What places are driven by here, the tests that kill them, or why there is nothing to kill -> the places."""
+REMOVALS = {
+    f"{file} {name}": how
+    for how, places in _PLACES.items()
+    for file, *names in map(str.split, places.split(", "))
+    for name in names
+}
 
 
 def removals(source: Path) -> dict[str, set[str]]:
@@ -293,21 +281,16 @@ def _clear_others(case: Path) -> None:
     online._clear_others(RunDir(case).evaluation(2), {**_POLICY, "digest": "another"})
 
 
-_OLD = ("logs", "configs")
 DRIVES: dict[str, Drive] = {
-    "batches": Drive(
-        _batches,
-        lambda case: RunDir(case).prune_batches(2),
-    ),
+    "batches": Drive(_batches, lambda case: RunDir(case).prune_batches(2)),
     "published weights": Drive(
         lambda case: [write_weights(RunDir(case), version) for version in range(4)],
         lambda case: RunDir(case).remove_weights_after(1),
     ),
     "old attempts": Drive(
         lambda case: _write(
-            case,
-            *(f"{kind}/attempt_{k}/{name}" for kind in _OLD for k in (2, 3) for name in "ab"),
-            *(f"checkpoints/discarded/attempt_1/step_2/{name}" for name in "a"),
+            case, *(f"{kind}/attempt_{k}/{name}" for kind in ("logs", "configs") for k in (2, 3) for name in "ab"),
+            "checkpoints/discarded/attempt_1/step_2/a",
         ),
         lambda case: RunDir(case).remove_old_attempts(2),
     ),

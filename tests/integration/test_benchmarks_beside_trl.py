@@ -12,10 +12,8 @@ from tests.runs.forked_benchmarks import run_benchmark
 
 
 def ratios(output: str) -> dict[str, float]:
-    found = re.findall(
-        r"^.*: (?:tok/s, )?(\S+ / \S+): median (\d+\.\d\d) \(\S+ to \S+\)(?:, memory \S+)?$", output, re.MULTILINE
-    )
-    return {pair: float(median) for pair, median in found}
+    line = r"^.*: (?:tok/s, )?(\S+ / \S+): median (\d+\.\d\d) \(\S+ to \S+\)(?:, memory \S+)?$"
+    return {pair: float(median) for pair, median in re.findall(line, output, re.MULTILINE)}
 
 
 @pytest.mark.launch
@@ -37,9 +35,8 @@ def test_sft_is_measured_beside_trl_and_a_plain_loop(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.trl
 def test_rl_is_measured_beside_trl_and_a_synchronous_trainer(tmp_path: Path) -> None:
-    output = run_benchmark(
-        tmp_path / "rl.log", "benchmarks.rl_throughput", "--lengths", "24", "--steps", "6", "--rounds", "1"
-    )
+    few = ("--lengths", "24", "--steps", "6", "--rounds", "1")
+    output = run_benchmark(tmp_path / "rl.log", "benchmarks.rl_throughput", *few)
     assert set(ratios(output)) == {"rl / TRL", "rl / synchronous"}
     speeds = re.findall(r"tokens: (\S+) (\d+\.\d+) s a step, ([\d,]+) tok/s$", output, re.MULTILINE)
     assert [name for name, _, _ in speeds] == ["rl", "TRL", "synchronous"]

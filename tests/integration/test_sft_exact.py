@@ -50,7 +50,6 @@ def test_a_killed_run_ends_in_the_same_bits(tiny_model: ModelFactory, sft_data: 
     assert all("importing torch" in one for one in phases)
     assert ["checking the model" in one for one in phases] == [True, False]
     assert [(one.max_steps, one.epochs) for one in configs] == [(LAST, 0.75)] * 2
-    assert "importing torch" in (run_dir.logs(2) / "events.jsonl").read_text()
     assert (run_dir.logs(1) / "trainer.log").stat().st_size > 0
 
 

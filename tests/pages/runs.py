@@ -24,17 +24,8 @@ from tests.runs.processes import WITH_STUB_ENGINE, wait_until
 TRAINING = {"sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardTrainingConfig, "trainer": TrainerConfig}
 # Not of holdfast: what they need is a network, another machine, or the suite that this is a part of.
 NOT_OURS = {
-    "pip",
-    "uv",
-    "export",
-    "sha256sum",
-    "mkdocs",
-    "pytest",
-    "pre-commit",
-    "ruff",
-    "basedpyright",
-    "lint-imports",
-}
+    "pip", "uv", "export", "sha256sum", "mkdocs", "pytest", "pre-commit", "ruff", "basedpyright", "lint-imports",
+}  # fmt: skip
 # The suite that a started page is a part of.
 _THE_SUITE = ["python", "-m", "tests.lanes"]
 _RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")

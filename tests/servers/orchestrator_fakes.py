@@ -200,16 +200,12 @@ class FakeEngine:
         choices = []
         for index, seed in enumerate(body["seeds"]):
             tokens, logprobs = sample(body["token_ids"], seed, digest=self.digest, max_tokens=body["max_tokens"])
-            choices.append(
-                {
-                    "index": index,
-                    "token_ids": tokens,
-                    "logprobs": logprobs,
-                    "finish_reason": "stop" if tokens[-1] in body["stop_token_ids"] else "length",
-                    "versions": [{"version": version, "digest": self.digest, "start": 0, "end": len(tokens)}],
-                    "prompt_logprobs": [-1.5] * (len(body["token_ids"]) - 1) if body["prompt_logprobs"] else None,
-                }
-            )
+            choices.append({
+                "index": index, "token_ids": tokens, "logprobs": logprobs,
+                "finish_reason": "stop" if tokens[-1] in body["stop_token_ids"] else "length",
+                "versions": [{"version": version, "digest": self.digest, "start": 0, "end": len(tokens)}],
+                "prompt_logprobs": [-1.5] * (len(body["token_ids"]) - 1) if body["prompt_logprobs"] else None,
+            })  # fmt: skip
         # Completion order is up to the server; the client must go by the index.
         answer = {"choices": choices[::-1], "version": version, "boot_id": self.boot_id}
         if self.alter is not None:
@@ -299,17 +295,11 @@ def commit_checkpoint(run_dir: RunDir, step: int) -> None:
 
 def make_config(output_dir: Path, *engines: FakeEngine, **changes: Any) -> OrchestratorConfig:
     """Return a small configuration; `changes` are top-level keys, of `client` its own keys where there are engines."""
-    values: dict[str, Any] = {
-        "output_dir": output_dir,
-        "max_steps": 8,
-        "model": {"name": MODEL},
-        "environments": [{"id": "reverse_text"}],
-        "problems_per_step": 3,
-        "group_size": 4,
-        "sampling": {"max_tokens": 24},
-        "client": {"urls": [engine.url for engine in engines], "ready_timeout_s": HANG_S, "timeout_s": HANG_S},
-        "weights_timeout_s": HANG_S,
-    }
+    client = {"urls": [engine.url for engine in engines], "ready_timeout_s": HANG_S, "timeout_s": HANG_S}
+    policy = {"model": {"name": MODEL}, "client": client, "weights_timeout_s": HANG_S}
+    tasks = {"environments": [{"id": "reverse_text"}], "problems_per_step": 3, "group_size": 4}
+    sizes = {"max_steps": 8, "sampling": {"max_tokens": 24}}
+    values: dict[str, Any] = {"output_dir": output_dir, **policy, **tasks, **sizes}
     client = {"client": values["client"] | changes.get("client", {})} if engines else {}
     return OrchestratorConfig.model_validate(values | changes | client)
 

@@ -29,13 +29,8 @@ class S3Server:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-        self.client: Any = boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id="key",
-            aws_secret_access_key="secret",
-            region_name="us-east-1",
-        )
+        keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+        self.client: Any = boto3.client("s3", endpoint_url=self.url, **keys)
         self.reset()
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -1,12 +1,16 @@
 """The command `environments`: what it lists, writes, finds wrong and plays."""
 
+import datetime
+import enum
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 
 from holdfast.commands import environments_check
@@ -154,15 +158,10 @@ def checked(environments: Command, name: str, *flags: object) -> tuple[int, dict
 def test_what_init_writes_passes_its_test_and_its_check(environments: Command, tmp_path: Path) -> None:
     code, out, _ = environments("init", "word_game")
     assert code == 0 and f"\n  uv run --project {ROOT} environments check word_game:WordGame\n" in out
-    assert {path.name for path in tmp_path.glob("*word_game*")} == {
-        "word_game.py",
-        "test_word_game.py",
-        "word_game.toml",
-    }
-    passed = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_word_game.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    made = {"word_game.py", "test_word_game.py", "word_game.toml"}
+    assert {path.name for path in tmp_path.glob("*word_game*")} == made
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_word_game.py"]
+    passed = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert passed.returncode == 0 and "2 passed" in passed.stdout, passed.stdout + passed.stderr
     code, out, err = environments("check", "word_game:WordGame", "--num-tasks", "4")
     assert code == 0, out + err
@@ -175,21 +174,16 @@ def test_what_init_writes_passes_its_test_and_its_check(environments: Command, t
     assert (tmp_path / "word_game.py").read_bytes() == before and not (tmp_path / "word_game.toml").exists()
 
 
+_NO_MODULES = dict.fromkeys(("word-game", "class", "__main__", "../up"), "cannot be the name of a module")
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("word-game", "'word-game' cannot be the name of a module"),
-        ("class", "'class' cannot be the name of a module"),
-        ("__main__", "'__main__' cannot be the name of a module"),
-        ("../up", "'../up' cannot be the name of a module"),
-        ("random", "the name 'random' belongs to"),
-        ("holdfast", "the name 'holdfast' belongs to"),
-    ],
+    ("name", "says"), [*_NO_MODULES.items(), *((name, "belongs to") for name in ("random", "holdfast"))]
 )
-def test_init_refuses_names_of_no_module(name: str, message: str, environments: Command, tmp_path: Path) -> None:
+def test_init_refuses_names_of_no_module(name: str, says: str, environments: Command, tmp_path: Path) -> None:
     there = sorted(tmp_path.iterdir())
     code, out, err = environments("init", name)
-    assert (code, out) == (2, "") and message in err
+    assert (code, out) == (2, "") and f"'{name}' {says}" in err
     assert sorted(tmp_path.iterdir()) == there
 
 
@@ -209,10 +203,7 @@ def test_an_environment_without_a_fault_is_passed(environments: Command) -> None
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("Unordered", "another process (PYTHONHASHSEED="),
-        ("OnlyHere", "the process was killed by SIGKILL twice: it said nothing"),
-    ],
+    [("Unordered", "another process (PYTHONHASHSEED="), ("OnlyHere", "was killed by SIGKILL twice: it said nothing")],
 )
 def test_a_fault_in_other_processes_is_found_there(name: str, message: str, environments: Command) -> None:
     code, checks = checked(environments, name)
@@ -303,12 +294,6 @@ def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: s
 
 
 def test_equal_values_have_one_text_wherever_they_lie() -> None:
-    import datetime
-    import enum
-    import random
-
-    import numpy
-
     class Colour(enum.Enum):
         RED = 1
 
@@ -323,15 +308,13 @@ def test_equal_values_have_one_text_wherever_they_lie() -> None:
 
     def values(word: str) -> list[object]:
         return [
-            {"a": {word, "y"}, "b": frozenset({1, 2})}, Held(word), Colour.RED, numpy.array([1.0, len(word)]), len,
-            random.Random(word), datetime.date(2020, 1, 2), Plain(), None, b"", 1.5,
-        ]  # fmt: skip
+            *[{"a": {word, "y"}, "b": frozenset({1, 2})}, Held(word), Colour.RED, numpy.array([1.0, len(word)]), len],
+            *[random.Random(word), datetime.date(2020, 1, 2), Plain(), None, b"", 1.5],
+        ]
 
     assert [canonical(value) for value in values("x")] == [canonical(value) for value in values("x")]
-    pairs = zip(values("x"), values("zz"), strict=True)
-    assert [canonical(one) != canonical(other) for one, other in pairs] == [
-        *(True, True, False, True, False, True), *(False,) * 5,
-    ]  # fmt: skip
+    differ = [canonical(one) != canonical(other) for one, other in zip(values("x"), values("zz"), strict=True)]
+    assert differ == [True, True, False, True, False, True, False, False, False, False, False]
     assert canonical(1) != canonical("1") != canonical(b"1")
     loop: list[object] = []
     loop.append(loop)

@@ -114,18 +114,17 @@ def test_clean_leaves_a_directory_alone_that_holds_no_evaluation(tmp_path: Path)
 
 
 def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
-    run_dir = run_with_weights(tmp_path / "run", 3, 5)
-    assert evaluated_policy.step_of_run(run_dir.path, "latest") == 5
-    assert evaluated_policy.weights_of_step(
-        run_dir.path, evaluated_policy.step_of_run(run_dir.path, 3), tmp_path
-    ) == run_dir.weights_of(3)
+    run_dir, step_of_run = run_with_weights(tmp_path / "run", 3, 5), evaluated_policy.step_of_run
+    assert step_of_run(run_dir.path, "latest") == 5
+    weights = evaluated_policy.weights_of_step(run_dir.path, step_of_run(run_dir.path, 3), tmp_path)
+    assert weights == run_dir.weights_of(3)
     with pytest.raises(CheckpointError, match="step = 4 .* checkpoints of no step, and whole weights of steps 3, 5"):
-        evaluated_policy.step_of_run(run_dir.path, 4)
+        step_of_run(run_dir.path, 4)
     shutil.rmtree(run_dir.weights)
     with pytest.raises(CheckpointError, match="step = latest .* whole weights of no step"):
-        evaluated_policy.step_of_run(run_dir.path, "latest")
+        step_of_run(run_dir.path, "latest")
     with pytest.raises(DataError, match="not a run directory"):
-        evaluated_policy.step_of_run(tmp_path, "latest")
+        step_of_run(tmp_path, "latest")
 
 
 def test_the_latest_step_is_that_of_the_evaluation_that_was_not_finished(tmp_path: Path) -> None:
@@ -169,20 +168,17 @@ def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:
 def test_what_is_not_set_is_as_in_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.configs(1).mkdir(parents=True)
-    trained = OrchestratorConfig(
-        environments=[EnvironmentConfig(id="reverse_text", args={"max_length": 5}, group_size=2)],
-        seq_len=3000,
-        sampling=SamplingConfig(max_tokens=77, temperature=0.5),
-    )
+    environments = [EnvironmentConfig(id="reverse_text", args={"max_length": 5}, group_size=2)]
+    sampling = SamplingConfig(max_tokens=77, temperature=0.5)
+    trained = OrchestratorConfig(environments=environments, seq_len=3000, sampling=sampling)
     (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(trained))
     found = evaluated_policy.with_settings_of_run(EvaluateConfig(run=tmp_path))
     asked = [EnvironmentConfig(id="reverse_text", args={"max_length": 5})]
     assert (found.environments, found.seq_len) == (asked, 3000), "an evaluation has a number of samples of its own"
     assert (found.sampling.max_tokens, found.sampling.temperature) == (77, 1.0)
     assert found.inference.model.max_len == 3000
-    own = EvaluateConfig.model_validate(
-        {"run": tmp_path, "environments": [{"id": "a"}], "seq_len": 50, "sampling": {"max_tokens": 5}}
-    )
+    set_here = {"environments": [{"id": "a"}], "seq_len": 50, "sampling": {"max_tokens": 5}}
+    own = EvaluateConfig.model_validate({"run": tmp_path} | set_here)
     kept = evaluated_policy.with_settings_of_run(own)
     assert (kept.environments, kept.seq_len, kept.sampling.max_tokens) == (own.environments, 50, 5)
 

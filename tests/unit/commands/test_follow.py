@@ -61,10 +61,8 @@ def test_due_are_the_beginning_every_interval_and_the_end(tmp_path: Path) -> Non
     assert run.base is not None and run.base.name == MODEL
     run_of(tmp_path / "run", attempt=2, max_steps=20)
     assert FollowedRun.read(run_dir.path).due(4) == [0, 4, 8], "the newest attempt goes further"
-    for number, changes in enumerate((
-        {"model": {"name": MODEL, "init": "random"}},
-        {"ckpt": {"weights_only": MODEL}},
-    )):  # fmt: skip
+    changed = ({"model": {"name": MODEL, "init": "random"}}, {"ckpt": {"weights_only": MODEL}})
+    for number, changes in enumerate(changed):
         assert FollowedRun.read(run_of(tmp_path / str(number), 10, **changes).path).due(5) == [10]
     # What resumes says nothing of the beginning; another fresh start does.
     resumed = {"ckpt": {"resume_step": 2}}
@@ -216,9 +214,8 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     config.inference.engine.args = {"quantization": "fp8"}
     assert not goes_on() and goes_on()
     config.inference.model.dtype = None  # the device decides
-    monkeypatch.setattr(
-        evaluate_follow, "choose_inference", lambda inference, _: setattr(inference.model, "dtype", "bfloat16")
-    )
+    choose = lambda inference, _: setattr(inference.model, "dtype", "bfloat16")  # noqa: E731
+    monkeypatch.setattr(evaluate_follow, "choose_inference", choose)
     assert not goes_on() and goes_on()
     config.inference.model.fp32_lm_head = True
     assert not goes_on() and goes_on()
@@ -227,9 +224,8 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
 def test_other_files_tasks_or_versions_are_evaluated_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, data = RunDir(tmp_path / "step_5"), tmp_path / "tasks.jsonl"
     environments = [{"id": "jsonl", "args": {"path": str(data)}}]
-    config = EvaluateConfig.model_validate(
-        {"run": tmp_path, "output_dir": directory.path, "environments": environments}
-    )
+    place = {"run": tmp_path, "output_dir": directory.path}
+    config = EvaluateConfig.model_validate(place | {"environments": environments})
     data.write_text('{"prompt": "a", "answer": "b"}\n')
     for change in (
         lambda: data.write_text("other"),
@@ -330,9 +326,8 @@ def test_what_is_trained_on_is_not_asked(tmp_path: Path) -> None:
 
 def test_evaluations_get_the_gpus_that_the_trainer_leaves() -> None:
     config = evaluated_sft(parallel={"num_ranks": 1})
-    assert [gpu.name for gpu in evaluation_gpus(config, place_training(config.parallel, machine(3)), machine(3))] == [
-        "1"
-    ]
+    (gpu,) = evaluation_gpus(config, place_training(config.parallel, machine(3)), machine(3))
+    assert gpu.name == "1"
     greedy = evaluated_sft()
     with pytest.raises(ConfigError, match=r"needs 1 of the 2 GPUs, and the trainer leaves 0: lower parallel.num_ranks"):
         evaluation_gpus(greedy, place_training(greedy.parallel, machine(2)), machine(2))
@@ -357,11 +352,8 @@ def test_the_plan_of_a_run_shows_what_evaluates_it(run_command: RunCommand, tmp_
 def test_the_next_attempt_evaluates_where_one_gave_up(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path / "run")
     run_dir.give_up_evaluations()
-    for config in (
-        evaluated_sft(output_dir=run_dir.path, dry_run=True),
-        evaluated_sft(output_dir=run_dir.path, eval=None),
-        evaluated_sft(output_dir=run_dir.path),
-    ):
+    for changes in ({"dry_run": True}, {"eval": None}, {}):
+        config = evaluated_sft(output_dir=run_dir.path, **changes)
         assert run_dir.given_up.exists()
         attempt = Attempt(run_dir, 2, None)
         plan = Plan(attempt, {}, config, [])
@@ -387,9 +379,8 @@ def test_how_evaluations_end_is_noted(tmp_path: Path, monkeypatch: pytest.Monkey
         observed.look()
         assert observed.status == status
     events = [json.loads(line) for line in (directory.path / "logs" / "events.jsonl").read_text().splitlines()]
-    assert [(one["phase"], one.get("exit_code")) for one in events if one["process"] == "launcher"] == [
-        ("starting", None), ("ended", 2), ("starting", None), ("ended", 0)
-    ]  # fmt: skip
+    told = [(one["phase"], one.get("exit_code")) for one in events if one["process"] == "launcher"]
+    assert told == [("starting", None), ("ended", 2), ("starting", None), ("ended", 0)]
 
 
 def test_results_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,9 +64,8 @@ def make_batch(step: int) -> Batch:
     """Two problems of two rollouts."""
     pairs = [("a", step - 1), ("b", step - 1)]
     made = [make_rollout(*pair, sample, version=step - 1) for pair in pairs for sample in (0, 1)]
-    return Batch(
-        step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=made, metrics={"reward/mean": 0.5}
-    )
+    about = {"policy_version": step - 1, "weights_digest": "d" * 32, "metrics": {"reward/mean": 0.5}}
+    return Batch(step=step, rollouts=made, **about)
 
 
 def state_after(step: int) -> Accepted:
@@ -123,17 +122,14 @@ def test_dropped_groups_are_counted_by_reason_and_listed(rollouts: Command, run_
     publish_batch(run_dir, batch, msgspec.json.encode(state))
     found = document(rollouts, run_dir, "stats")
     assert found["batches"][-1]["dropped"] == msgspec.to_builtins(dropped)
-    assert found["ledger"] == {
-        "step": 5,
-        "accepted": {"problems": 14, "rollouts": 28, "tokens": 617},
-        "batched": {"problems": 11, "rollouts": 22, "tokens": 510},
-        "dropped": msgspec.to_builtins(dropped),
-    }
+    accepted = {"problems": 14, "rollouts": 28, "tokens": 617}
+    batched = {"problems": 11, "rollouts": 22, "tokens": 510}
+    counts = {"accepted": accepted, "batched": batched, "dropped": msgspec.to_builtins(dropped)}
+    assert found["ledger"] == {"step": 5} | counts
     _, out, _ = rollouts("stats", "--output-dir", run_dir.path)
     assert "2 zero_signal, 1 environment_error" in out.splitlines()[-2]
-    assert out.splitlines()[-1] == (
-        "up to batch 5: 14 problems accepted, 11 in batches, dropped: 2 zero_signal, 1 environment_error"
-    )
+    said = "up to batch 5: 14 problems accepted, 11 in batches, dropped: 2 zero_signal, 1 environment_error"
+    assert out.splitlines()[-1] == said
     assert [one["task_id"] for one in document(rollouts, run_dir, "show", "5")["dropped"]] == [4, 4, 5]
     _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
     assert ["environment_error", "b", "4", "2", "7", "too", "bright"] in [line.split() for line in out.splitlines()]
@@ -182,10 +178,8 @@ def test_the_branches_of_a_rollout_are_told_apart(rollouts: Command, run_dir: Ru
 
 def test_without_a_tokenizer_the_ids_are_shown(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    for name, reason in (
-        (tmp_path, f"{tmp_path}/tokenizer.json cannot be read: "),
-        ("owner/model", "there is no tokenizer.json in owner/model"),
-    ):
+    unreadable, elsewhere = f"{tmp_path}/tokenizer.json cannot be read: ", "there is no tokenizer.json in owner/model"
+    for name, reason in ((tmp_path, unreadable), ("owner/model", elsewhere)):
         (run_dir.configs(1) / "orchestrator.toml").write_text(f'[model]\nname = "{name}"\n')
         code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)
         assert code == 0 and reason in out and "  sampled | " + " ".join(map(str, encode(ANSWER))) in out
@@ -276,17 +270,17 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 
 
 def test_a_directory_without_a_run_is_refused(rollouts: Command, tmp_path: Path) -> None:
-    code, _, err = rollouts("stats", "--output-dir", tmp_path / "nowhere")
-    assert code == 2 and "holds no rl run" in err
-    code, _, err = rollouts("stats", "--output-dir", tmp_path)
-    assert code == 2 and "holds no rl run" in err
+    def refused(said: str, *words: object, at: Path = tmp_path) -> None:
+        code, _, err = rollouts(*words, "--output-dir", at)
+        assert code == 2 and said in err
+
+    refused("holds no rl run", "stats", at=tmp_path / "nowhere")
+    refused("holds no rl run", "stats")
     RunDir(tmp_path).create()
     code, out, _ = rollouts("stats", "--output-dir", tmp_path)
     assert code == 0 and out.startswith("no batches in")
-    code, _, err = rollouts("export", "all", "--to", tmp_path / "x.jsonl", "--output-dir", tmp_path)
-    assert code == 2 and "there is no batch in" in err
-    code, _, err = rollouts("show", "latest", "--output-dir", tmp_path)
-    assert code == 2 and "it has none" in err
+    refused("there is no batch in", "export", "all", "--to", tmp_path / "x.jsonl")
+    refused("it has none", "show", "latest")
 
 
 @pytest.mark.parametrize("words", ["rollouts --help", "rollouts stats", "rollouts show 3", "ckpt ls", "ckpt verify"])

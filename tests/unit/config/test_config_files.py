@@ -1,5 +1,6 @@
 """The command line: files from left to right, sections from files, flags over files, and every error."""
 
+import json
 import math
 import os
 import re
@@ -299,19 +300,14 @@ def _sft(*flags: str) -> SftConfig:
     return parse_command_line(SftConfig, ["--max-steps", "100", *flags])
 
 
+# The last has digits all the same, of another script.
+_NO_STEPS = ("3", "a:b", "3:5:7", "-1:2", "3:9999999999", "5:3", "0:2", "\u0663:\u0665")
+_ALLOWED = "should be FIRST:LAST, the first and the last step to profile, from 1 on, such as 3:5, got"
+_TOO_LATE = ("3:101", "profile = '3:101' ends after max_steps = 100: choose other steps, or raise it")
+
+
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("3", 'should be FIRST:LAST, the first and the last step to profile, from 1 on, such as 3:5, got "3"'),
-        ("a:b", 'should be FIRST:LAST, the first and the last step to profile, from 1 on, such as 3:5, got "a:b"'),
-        ("3:5:7", "should be FIRST:LAST"),
-        ("-1:2", "should be FIRST:LAST"),
-        ("3:9999999999", "should be FIRST:LAST"),
-        ("\u0663:\u0665", "should be FIRST:LAST"),  # digits all the same, of another script
-        ("5:3", "should be FIRST:LAST"),
-        ("0:2", "should be FIRST:LAST"),
-        ("3:101", "profile = '3:101' ends after max_steps = 100: choose other steps, or raise it"),
-    ],
+    ("given", "said"), [*((given, f"{_ALLOWED} {json.dumps(given)}") for given in _NO_STEPS), _TOO_LATE]
 )
 def test_what_names_no_steps_of_the_run_is_refused(given: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -39,13 +39,10 @@ def test_what_rl_is_given_goes_to_every_process_whatever_its_section_says() -> N
     config = rl("--max-steps", "7", "--seed", "3", "--output-dir", "runs/a", "--async-level", "2",
                 "--ckpt.interval", "5", "--model.name", "some/model")  # fmt: skip
     for process in (config.trainer, config.orchestrator, config.inference):
-        assert process.seed == 3
-        assert process.output_dir == Path("runs/a")
-        assert process.model.name == "some/model"
-        assert process.model.tokenizer_name == "some/model"
+        assert (process.seed, process.output_dir) == (3, Path("runs/a"))
+        assert process.model.name == process.model.tokenizer_name == "some/model"
     for process in (config.trainer, config.orchestrator):
-        assert process.max_steps == 7
-        assert process.async_level == 2
+        assert (process.max_steps, process.async_level) == (7, 2)
         assert process.ckpt is not None and process.ckpt.interval == 5
     journal = RlConfig.model_validate({"journal": {"keep": "all"}, "seed": 3, "trainer": {"seed": 4}})
     handed = hand_down_shared(journal)
@@ -354,14 +351,8 @@ def test_the_live_page_and_a_server_may_not_be_given_the_same_port(flags: tuple[
 
 def test_a_flag_of_rl_leaves_the_rest_of_a_section_as_its_processes_have_it() -> None:
     """`--ckpt.resume-step 10` took the interval of [trainer.ckpt] away."""
-    split = (
-        "--trainer",
-        "@",
-        "configs/reverse_text/train.toml",
-        "--orchestrator",
-        "@",
-        "configs/reverse_text/orch.toml",
-    )
+    trainer, orchestrator = (f"configs/reverse_text/{name}.toml" for name in ("train", "orch"))
+    split = ("--trainer", "@", trainer, "--orchestrator", "@", orchestrator)
     config = rl(*split, "--ckpt.resume-step", "10", "--max-steps", "20")
     for ckpt in (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt):
         assert ckpt is not None and (ckpt.interval, ckpt.keep, ckpt.resume_step) == (10, 2, 10)

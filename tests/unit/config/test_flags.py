@@ -258,15 +258,10 @@ def test_help_fits_on_a_screen_and_names_what_there_is(command: str, monkeypatch
 def test_help_all_has_every_setting_that_is_not_handed_down(command: str) -> None:
     text = help.text(command, SUMMARY, ["--help-all"])
     shown = {word for word in text.split() if word.startswith("--")}
-    handed_down = {
-        f"--{process}.{name}"
-        for process, names in json.loads(listing.FILE.read_text())["shared"].items()
-        for name in names
-    }
+    shared = json.loads(listing.FILE.read_text())["shared"].items()
+    handed_down = [f"--{process}.{name}".replace("_", "-") for process, names in shared for name in names]
     for word, flag in flags_of(listing.SETTINGS[command]).items():
-        hidden = command == "rl" and any(
-            word == one.replace("_", "-") or word.startswith(f"{one.replace('_', '-')}.") for one in handed_down
-        )
+        hidden = command == "rl" and any(word == one or word.startswith(f"{one}.") for one in handed_down)
         if not word.startswith("--no-") and not flag.is_section and not hidden:
             assert word in shown or f"[{flag.key}[]]" in text, word
     for words in ("(undefined)", "None", "null", "JSON string"):

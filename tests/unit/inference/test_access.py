@@ -1,7 +1,5 @@
 """Who may use which routes of the inference server, and how long what they send may be."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Checks before vLLM is imported, and what is exported by then."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

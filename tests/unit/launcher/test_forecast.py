@@ -1,5 +1,6 @@
 """The plan of a dry run, given the needs of a step."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from holdfast.launcher.forecast import PlannedEngine, forecast_alone, forecast_b
 from holdfast.launcher.launch import launch_training
 from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak, Step, depths, extended
 
+Say = Callable[..., list[TrainingCommand]]
 _ROW = Collectives({"all-gather": (4, 8 * GIB)})
 
 
@@ -28,47 +30,46 @@ def _found(**parts: float) -> Forecast:
 @pytest.fixture
 def config(tmp_path: Path) -> SftConfig:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    return SftConfig.model_validate({
-        "model": {"name": str(tmp_path)}, "parallel": {"card_gb": 24}, "data": {"name": "x"}, "dry_run": True
-    })  # fmt: skip
+    parts = {"model": {"name": str(tmp_path)}, "parallel": {"card_gb": 24}, "data": {"name": "x"}}
+    return SftConfig.model_validate(parts | {"dry_run": True})
 
 
-def _say(monkeypatch: pytest.MonkeyPatch, found: Forecast | NoForecast) -> list[TrainingCommand]:
-    asked: list[TrainingCommand] = []
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Return what sets the needs of a step, and the size of the model; it returns the configs that were asked for."""
 
-    def driven(config: TrainingCommand, *_: object) -> Forecast | NoForecast:
-        asked.append(config)
-        return found
+    def say(found: Forecast | NoForecast, num_parameters: int | None = None) -> list[TrainingCommand]:
+        asked: list[TrainingCommand] = []
+        monkeypatch.setattr(forecast, "_driven", lambda config, *_: asked.append(config) or found)
+        if num_parameters is not None:
+            monkeypatch.setattr(forecast, "count_parameters", lambda _: num_parameters)
+        return asked
 
-    monkeypatch.setattr(forecast, "_driven", driven)
-    return asked
+    return say
 
 
-def test_a_step_that_fits(
-    config: SftConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = _say(monkeypatch, _found(parameters=4, logits=2.5))
+def test_a_step_that_fits(config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = say(_found(parameters=4, logits=2.5))
     assert launch_training(config) == 0  # neither data nor tokenizer are there
     assert asked[0].model.dtype == "bfloat16"  # as on a GPU, which is not here
     told = capsys.readouterr().out
-    assert (
-        "8 ranks of Qwen3ForCausalLM, 8B parameters, bfloat16; 3 rows of up to 8,192 tokens on each, 2 updates" in told
-    )
+    model = "8 ranks of Qwen3ForCausalLM, 8B parameters, bfloat16"
+    assert f"{model}; 3 rows of up to 8,192 tokens on each, 2 updates" in told
     assert "the backward pass, on each rank: 6.50 GiB (parameters 4.00, logits 2.50)" in told
     assert "a step 24 all-gathers (51.5 GB), 2 all-reduces (16 B)" in told
     assert "fits: 6.5 GiB and 2 GiB for CUDA and the allocator, of 22.4 GiB" in told
 
 
-def test_a_step_that_does_not_fit(config: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    _say(monkeypatch, _found(parameters=12, moments=12, logits=2))
+def test_a_step_that_does_not_fit(config: SftConfig, say: Say) -> None:
+    say(_found(parameters=12, moments=12, logits=2))
     told = r"(?s)first that does not fit: moments \(12.00 GiB\).*--model.lora: 9.0 GiB.*calculated: --parallel.cpu-off"
     with pytest.raises(ConfigError, match=told):
         forecast_alone(config)
 
 
-def test_an_unknown_gpu(config: SftConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_gpu(config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     for size, told in ((12, "fits GPUs of 24, 48, 80 GB"), (60, "fits GPUs of 80 GB"), (90, "fits no GPU of 80")):
-        _say(monkeypatch, _found(parameters=size))
+        say(_found(parameters=size))
         tell_forecast(config, Load(), None)
         assert told in capsys.readouterr().out
 
@@ -83,16 +84,11 @@ def test_an_unknown_gpu(config: SftConfig, monkeypatch: pytest.MonkeyPatch, caps
         (True, 16, r"the step does not fit the GPU.*GiB for the engine"),
     ],
 )
-def test_an_engine_beside(
-    shares: bool, card: float, refusal: str, config: SftConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inference = InferenceConfig.model_validate(
-        {
-            "model": {"name": "x", "dtype": "bfloat16", "max_len": 4096},
-            "engine": {"gpu_memory_utilization": 0.4 if shares else 0.9},
-        }
-    )
-    _say(monkeypatch, _found(parameters=8))
+def test_an_engine_beside(shares: bool, card: float, refusal: str, config: SftConfig, say: Say) -> None:
+    model = {"name": "x", "dtype": "bfloat16", "max_len": 4096}
+    engine = {"gpu_memory_utilization": 0.4 if shares else 0.9}
+    inference = InferenceConfig.model_validate({"model": model, "engine": engine})
+    say(_found(parameters=8))
     if not refusal:
         assert tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares)) is not None
         return
@@ -100,10 +96,8 @@ def test_an_engine_beside(
         tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares))
 
 
-def test_what_cannot_be_driven_is_named(
-    config: SftConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _say(monkeypatch, NoForecast("trainer.critic"))
+def test_what_cannot_be_driven_is_named(config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    say(NoForecast("trainer.critic"))
     assert forecast_alone(config) == 0
     assert "cannot be driven without numbers: trainer.critic" in capsys.readouterr().out
     config.dry_run = False
@@ -128,9 +122,8 @@ def test_layers_follow_from_a_whole_pattern_of_them(kinds: str, found: tuple[int
 def test_layers_are_on_a_line() -> None:
     def step(layers: int) -> Step:
         row = Collectives({"all-gather": (2 * layers + 2, 100 * layers)})
-        return Step(
-            {"clipping": Peak({"moments": 8 * layers + 3})}, row, row, Collectives(), 4 * layers, layers, 0, layers
-        )
+        peaks = {"clipping": Peak({"moments": 8 * layers + 3})}
+        return Step(peaks, row, row, Collectives(), 4 * layers, layers, 0, layers)
 
     assert extended(step(4), step(6), (4, 6), 36) == step(36)
 
@@ -140,15 +133,9 @@ def test_layers_are_on_a_line() -> None:
     [(10**6, None, "no GPU is known here"), (10**8, None, "plan: 8 ranks"), (1, 8e10, "plan: 8 ranks")],
 )
 def test_a_small_model_without_a_gpu_takes_no_time(
-    parameters: int,
-    card: float | None,
-    told: str,
-    config: SftConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    parameters: int, card: float | None, told: str, config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _say(monkeypatch, _found(parameters=8))
-    monkeypatch.setattr(forecast, "count_parameters", lambda _: parameters)
+    say(_found(parameters=8), parameters)
     forecast_beside(config, card)
     assert told in capsys.readouterr().out
     config.parallel.device = "cpu"

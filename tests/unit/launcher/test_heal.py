@@ -43,6 +43,8 @@ HTTPServer(("127.0.0.1", {port}), Well).serve_forever()
 _MAKES_A_BATCH = "if not Path('rollouts/step_1').exists(): made('rollouts/step_1')"
 _UNTIL_A_BATCH = "while not Path('rollouts/step_1').exists(): time.sleep(0.02)\n"
 
+_STAY = {"trainer": "time.sleep(600)", "orchestrator": "time.sleep(600)"}
+
 
 def test_a_dead_trainer_takes_the_orchestrator_along_and_leaves_the_server(stands: Stands) -> None:
     trainer = _UNTIL_A_BATCH + f"if start == 1: os.kill(os.getpid(), {signal.SIGKILL:d})\nmade('weights/step_1')"
@@ -62,10 +64,8 @@ def test_a_server_that_dies_before_it_says_a_word_did_not_die_of_what_the_one_be
     said = "00:00:01 inference INFO loading vllm\\n(EngineCore pid=1) Traceback (most recent call last):\\n"
     said += "(EngineCore pid=1) ValueError: no"
     inference = f"if start == 1: print('{said}', flush=True); os._exit(75)\nif start == 2: os._exit(1)\ntime.sleep(600)"
-    trainer = (
-        "while not Path('inference_starts').exists() or Path('inference_starts').stat().st_size < 3: time.sleep(0.02)"
-    )
-    trainer += "\nmade('weights/step_1')"
+    third = "not Path('inference_starts').exists() or Path('inference_starts').stat().st_size < 3"
+    trainer = f"while {third}: time.sleep(0.02)\nmade('weights/step_1')"
     code = stands.watch(inference=counted("inference", inference), trainer=trainer, orchestrator=_MAKES_A_BATCH)
     assert code == 0 and starts(stands, "inference") == 3
 
@@ -124,9 +124,7 @@ def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(sta
     lines = ("EngineCore encountered a fatal error.", "Traceback (most recent call last):", "ValueError: no such head")
     inference = f"print('00:12:20 inference INFO loading vllm')\nfor line in {lines!r}: {dies}\nsys.exit(75)"
     with pytest.raises(ProcessDied, match="ValueError: no such head"):
-        stands.watch(
-            inference=counted("inference", inference), trainer="time.sleep(600)", orchestrator="time.sleep(600)"
-        )
+        stands.watch(inference=counted("inference", inference), **_STAY)
     assert starts(stands, "inference") == 2, "of 3 restarts that are left"
 
 
@@ -227,14 +225,9 @@ def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_th
 
 
 def test_the_last_server_ends_the_run(stands: Stands) -> None:
+    servers = {f"inference_{number}": counted(f"inference_{number}", _KILLED) for number in range(2)}
     with pytest.raises(ProcessDied, match=r"inference_\d was killed by signal 9"):
-        stands.watch(
-            inference_0=counted("inference_0", _KILLED),
-            inference_1=counted("inference_1", _KILLED),
-            trainer="time.sleep(600)",
-            orchestrator="time.sleep(600)",
-            restarts=1,
-        )
+        stands.watch(**servers, **_STAY, restarts=1)
     assert [starts(stands, f"inference_{number}") for number in range(2)] == [2, 2]
 
 
@@ -267,9 +260,7 @@ made("weights/step_1")
 def test_what_a_server_tells_ends_the_run_whatever_others_there_are(stands: Stands) -> None:
     told = "print('error: no such model', flush=True); sys.exit(2)"
     with pytest.raises(ProcessDied, match="inference_0: no such model"):
-        stands.watch(
-            inference_0=told, inference_1="time.sleep(600)", trainer="time.sleep(600)", orchestrator="time.sleep(600)"
-        )
+        stands.watch(inference_0=told, inference_1="time.sleep(600)", **_STAY)
 
 
 _WAITS_IN_VAIN_ONCE = f"""
@@ -284,10 +275,8 @@ made("weights/step_1")
 def test_what_has_no_bound_of_its_own_is_bounded_by_who_waits_for_it(stands: Stands) -> None:
     """As an environment whose constructor never returns: it beats, and says no bound."""
     constructor = f"if start == 1: time.sleep(600)\n{_MAKES_A_BATCH}"
-    code = stands.watch(
-        trainer=counted("trainer", _WAITS_IN_VAIN_ONCE), orchestrator=counted("orchestrator", constructor)
-    )
-    assert code == 0
+    orchestrator = counted("orchestrator", constructor)
+    assert stands.watch(trainer=counted("trainer", _WAITS_IN_VAIN_ONCE), orchestrator=orchestrator) == 0
     assert (starts(stands, "trainer"), starts(stands, "orchestrator")) == (2, 2)
 
 
@@ -361,29 +350,22 @@ MUTE = "AssertionError: assert not x.y"
 CLIENT = ("Traceback (most recent call last):", "vllm.EngineDeadError: EngineCore encountered an issue")
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ([START, *(ENGINE + line for line in CHAIN), *(MAIN + line for line in CLIENT)], SAID),
-        ([ENGINE + line for line in (CHAIN[1], "  File", "    assert not x.y", "        ^^^", "AssertionError")], MUTE),
-        ([START, *(ENGINE + line for line in CHAIN), START, "00:13:00 inference INFO ready"], None),
-        ([START, *(MAIN + line for line in CLIENT)], None),
-        ([START, ENGINE + CHAIN[1], ENGINE + CHAIN[2]], None),
-        ([START, *(ENGINE + line for line in CHAIN), KILLED % "ended with signal SIGKILL"], None),
-        ([START, *(ENGINE + line for line in CHAIN), KILLED % "ended with exit code 1"], SAID),
-        ([], None),
-    ],
-    ids=[
-        "chain",
-        "an assertion",
-        "an earlier start",
-        "of the client alone",
-        "cut",
-        "logged, then killed",
-        "died of it",
-        "empty",
-    ],
-)
+_ENDS = {
+    "chain": ([START, *(ENGINE + line for line in CHAIN), *(MAIN + line for line in CLIENT)], SAID),
+    "an assertion": (
+        [ENGINE + line for line in (CHAIN[1], "  File", "    assert not x.y", "        ^^^", "AssertionError")],
+        MUTE,
+    ),
+    "an earlier start": ([START, *(ENGINE + line for line in CHAIN), START, "00:13:00 inference INFO ready"], None),
+    "of the client alone": ([START, *(MAIN + line for line in CLIENT)], None),
+    "cut": ([START, ENGINE + CHAIN[1], ENGINE + CHAIN[2]], None),
+    "logged, then killed": ([START, *(ENGINE + line for line in CHAIN), KILLED % "ended with signal SIGKILL"], None),
+    "died of it": ([START, *(ENGINE + line for line in CHAIN), KILLED % "ended with exit code 1"], SAID),
+    "empty": ([], None),
+}
+
+
+@pytest.mark.parametrize(("lines", "expected"), _ENDS.values(), ids=_ENDS)
 def test_the_last_engine_died_of_its_first_exception(lines: list[str], expected: str | None, tmp_path: Path) -> None:
     log = tmp_path / "inference.log"
     log.write_text("\n".join(lines))
@@ -393,9 +375,7 @@ def test_the_last_engine_died_of_its_first_exception(lines: list[str], expected:
 
 def test_the_same_failure_at_the_same_step_comes_again() -> None:
     restarts = RestartLimit(9, 600)
-    told = [
-        restarts.comes_again("inference", failure, step=step)
-        for failure, step in [("a", 1), ("b", 1), ("b", 2), ("b", 2), (None, 2), (None, 2), ("b", 2)]
-    ]
+    seen = [("a", 1), ("b", 1), ("b", 2), ("b", 2), (None, 2), (None, 2), ("b", 2)]
+    told = [restarts.comes_again("inference", failure, step=step) for failure, step in seen]
     assert told == [False, False, False, True, False, False, False]
     assert not restarts.comes_again("trainer", "b", step=2)

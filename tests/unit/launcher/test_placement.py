@@ -56,9 +56,8 @@ def test_without_gpus_all_is_on_the_cpu() -> None:
     assert placement.environment(()) == {}
     assert placed({"share_gpus": True}, machine(0, engine="cpu")) == Placement()
     assert "build for GPUs, and there is no NVIDIA GPU here" in refusal({}, machine(0))
-    assert "trainer.parallel.device = 'cuda', and there is no NVIDIA GPU here" in refusal(
-        {"trainer": {"parallel": {"device": "cuda"}}}, machine(0, engine="cpu")
-    )
+    on_gpu = {"trainer": {"parallel": {"device": "cuda"}}}
+    assert "parallel.device = 'cuda', and there is no NVIDIA GPU here" in refusal(on_gpu, machine(0, engine="cpu"))
 
 
 def test_one_gpu_is_shared_only_where_that_is_said() -> None:
@@ -74,9 +73,8 @@ def test_one_gpu_is_shared_only_where_that_is_said() -> None:
     assert "To sample on the CPU all the same: --inference.engine.device cpu" in refusal({}, machine(1, engine="cpu"))
     engine_on_cpu: dict[str, Any] = {"inference": {"engine": {"device": "cpu"}}}
     assert names(placed(engine_on_cpu, machine(1, engine="cpu"))) == (["0"], [])
-    assert "inference.engine.device = 'cpu', and the installed vLLM is its build for GPUs" in refusal(
-        engine_on_cpu, machine(1)
-    )
+    said = refusal(engine_on_cpu, machine(1))
+    assert "inference.engine.device = 'cpu', and the installed vLLM is its build for GPUs" in said
     on_cpu = placed({"trainer": {"parallel": {"device": "cpu"}}}, machine(1))
     assert names(on_cpu) == ([], [["0"]]) and on_cpu.trainer_device == "cpu"
     assert on_cpu.environment(on_cpu.trainer) == {"CUDA_VISIBLE_DEVICES": ""}
@@ -86,9 +84,8 @@ def test_two_gpus_are_one_for_each() -> None:
     placement = placed({}, machine(2))
     assert names(placement) == (["0"], [["1"]]) and not placement.shares
     assert placement.environment(placement.trainer) == {"CUDA_VISIBLE_DEVICES": "0"}
-    assert "needs 2 for the engines and at least 1 for the trainer, and there are 2 GPUs" in refusal(
-        tensor_parallel(2), machine(2)
-    )
+    said = refusal(tensor_parallel(2), machine(2))
+    assert "needs 2 for the engines and at least 1 for the trainer, and there are 2 GPUs" in said
     assert names(placed({"share_gpus": True}, machine(2))) == (["0", "1"], [["0"], ["1"]])
     assert names(placed({"share_gpus": True, **ranks(1), **tensor_parallel(2)}, machine(2))) == (["0"], [["0", "1"]])
 
@@ -188,23 +185,11 @@ gpus.version = version
 """
 
 
-def started(program: str, output: Path, *flags: str, gpus: int, fault: str = "", **settings: Any) -> Run:
+def started(program: str, output: Path, *flags: str, gpus: int, fault: str = "") -> Run:
     """Run a command to its end on a machine with so many GPUs."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    visible = settings.pop("visible", None)
-    if visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = visible
-    return (
-        shared_commands()
-        .start(
-            program,
-            output,
-            ["--output-dir", str(output), *flags],
-            environment={**environment, **nvml_machine(gpus, **settings)},
-            fault=loading() + fault,
-        )
-        .wait()
-    )
+    argv, environment = ["--output-dir", str(output), *flags], environment | nvml_machine(gpus)
+    return shared_commands().start(program, output, argv, environment=environment, fault=loading() + fault).wait()
 
 
 def resolved(output: Path, name: str) -> dict[str, Any]:
@@ -258,8 +243,7 @@ def test_trainer_and_engine_get_gpus_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
-    flags = ("--dry-run", "--share-gpus")
-    run = started("rl", tmp_path / "run", *RL, *flags, gpus=1, fault=GPU_VLLM)
+    run = started("rl", tmp_path / "run", *RL, "--dry-run", "--share-gpus", gpus=1, fault=GPU_VLLM)
     assert run.code == 0 and resolved(tmp_path / "run", "inference")["engine"]["gpu_memory_utilization"] == 0.4
     refused = started("rl", tmp_path / "refused", *RL, "--dry-run", gpus=1, fault=GPU_VLLM)
     assert refused.code == 2 and "and there is 1 GPU: let them share it" in refused.log

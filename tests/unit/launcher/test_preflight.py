@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -106,9 +107,8 @@ def test_environments_and_their_arguments(
 def test_a_check_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os, sys; print('no licence', file=sys.stderr, flush=True); os._exit(7)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(
-        HoldfastError, match=r"checking the configuration failed \(exit code 7\):\nno licence"
-    ) as caught:
+    said = r"checking the configuration failed \(exit code 7\):\nno licence"
+    with pytest.raises(HoldfastError, match=said) as caught:
         preflight.check_in_child("holdfast.launcher.preflight", TrainerConfig(advantage="dies:advantage"))
     assert caught.value.exit_code == 1
 
@@ -139,36 +139,30 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_models_data_and_lengths(refused: Launch, tmp_path: Path) -> None:
+    quick, long, quick_model = partial(refused, *QUICK_START), ("model.max-len", "2049"), ("--model.name", str(MODEL))
     assert "model.name = 'no/such/dir'" in refused("inference", "--model.name", "no/such/dir")
-    assert "engines = 2: `inference` is one server. Start it once for each" in refused(
-        "inference", *TOY["inference"], "--engines", "2"
-    )
-    last_port = ("--inference.engines", "2", "--inference.server.port", "65535")
-    assert "need the ports 65535 to 65536, and the last one there is is 65535" in refused(*QUICK_START, *last_port)
-    assert "kl.reference = './no'" in refused(*QUICK_START, "--trainer.kl.reference", "./no")
-    critic = ("--trainer.advantage", "gae", "--trainer.critic.name", "./no")
-    assert "critic.name = './no'" in refused(*QUICK_START, *critic)
+    said = refused("inference", *TOY["inference"], "--engines", "2")
+    assert "engines = 2: `inference` is one server. Start it once for each" in said
+    said = quick("--inference.engines", "2", "--inference.server.port", "65535")
+    assert "need the ports 65535 to 65536, and the last one there is is 65535" in said
+    assert "kl.reference = './no'" in quick("--trainer.kl.reference", "./no")
+    assert "critic.name = './no'" in quick("--trainer.advantage", "gae", "--trainer.critic.name", "./no")
     shutil.copy(Path(MODEL) / "config.json", tmp_path)
     says = f"kl.reference = '{tmp_path}' has no *.safetensors. Name a directory with weights."
-    assert says in refused(*QUICK_START, "--trainer.kl.reference", str(tmp_path))
-    assert "seq_len = 65 is more than inference.model.max_len = 64" in refused(
-        *QUICK_START, "--orchestrator.seq-len", "65"
-    )
-    long, quick_model = ("model.max-len", "2049"), ("--model.name", "examples/reverse_text/model")
+    assert says in quick("--trainer.kl.reference", str(tmp_path))
+    assert "seq_len = 65 is more than inference.model.max_len = 64" in quick("--orchestrator.seq-len", "65")
     said = refused("inference", *quick_model, f"--{long[0]}", long[1])
     assert "model.max_len = 2049 is more than the 2048 positions of the model (max_position_embeddings" in said
     assert "Set --model.max-len 2048, or less" in said
-    said = refused(*QUICK_START, f"--inference.{long[0]}", long[1])
+    said = quick(f"--inference.{long[0]}", long[1])
     assert "inference.model.max_len = 2049" in said and "Set --inference.model.max-len 2048" in said
     asked = '[{"id": "reverse_text"}]'
     evaluating = ("--ckpt.interval", "10", "--eval.environments", asked, f"--eval.inference.{long[0]}", long[1])
     assert "eval.inference.model.max_len = 2049" in refused("sft", "@", "configs/reverse_text/sft.toml", *evaluating)
     assert "data.name = 'no.jsonl'" in refused("sft", *quick_model, "--data.name", "no.jsonl")
-    assert "pretraining.data.name = 'no.jsonl'" in refused(*QUICK_START, "--trainer.pretraining.data.name", "no.jsonl")
-    assert "low has no effect with correction.type = 'none'" in refused(
-        *QUICK_START, "--trainer.loss.correction.low", "0.1"
-    )
-    assert "there is no module 'nope'" in refused(*QUICK_START, "--trainer.loss.type", "nope:loss")
+    assert "pretraining.data.name = 'no.jsonl'" in quick("--trainer.pretraining.data.name", "no.jsonl")
+    assert "low has no effect with correction.type = 'none'" in quick("--trainer.loss.correction.low", "0.1")
+    assert "there is no module 'nope'" in quick("--trainer.loss.type", "nope:loss")
 
 
 def test_weights_and_tokenizer_of_a_server_by_itself(refused: Launch, tmp_path: Path) -> None:
@@ -184,10 +178,8 @@ def test_weights_and_tokenizer_of_a_server_by_itself(refused: Launch, tmp_path: 
 
 
 def test_a_trainer_by_itself_must_be_told_what_rl_would_hand_down(refused: Launch) -> None:
-    model = ("--model.name", "examples/reverse_text/model")
-    assert "needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens" in refused(
-        "trainer", *model, "--loss.type", "dr_grpo"
-    )
+    said = refused("trainer", "--model.name", "examples/reverse_text/model", "--loss.type", "dr_grpo")
+    assert "needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens" in said
 
 
 def test_what_can_be_used_passes(

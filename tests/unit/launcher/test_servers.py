@@ -104,9 +104,8 @@ def test_several_servers_get_ports_in_a_row(tmp_path: Path, first_port: int) -> 
         assert [launcher.config.inference.server.port for launcher in launchers] == [first_port, first_port + 3]
         urls = [f"http://{HOST}:{first_port + number}" for number in range(6)]
         assert [launcher.config.orchestrator.client.urls for launcher in launchers] == [urls[:3], urls[3:]]
-        assert lines[0] == "" and lines[1].endswith(
-            f"the inference servers of this run get {first_port + 3} to {first_port + 5}"
-        )
+        assert lines[0] == ""
+        assert lines[1].endswith(f"the inference servers of this run get {first_port + 3} to {first_port + 5}")
     # One in the middle: the row begins behind it.
     held = reserve(HOST, first_port + 1)
     assert held is not None
@@ -167,18 +166,12 @@ _RESERVES = f"import os; from holdfast.launcher.engines import reserve; held = r
 _SERVER = [sys.executable, "-c", "print('holds', flush=True); input()"]
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(f"{_RESERVES}; print('holds', flush=True); input()", id="the launcher itself"),
-        pytest.param(
-            f"{_RESERVES}; held.keep_over_exec(); os.execv({_SERVER[0]!r}, {_SERVER!r})",
-            id="the program that takes its place",
-        ),
-    ],
-)
-def test_a_port_is_held_until_its_holder_is_killed(program: str, first_port: int) -> None:
-    command = [sys.executable, "-c", program.replace("PORT", str(first_port))]
+_TAKES_ITS_PLACE = f"held.keep_over_exec(); os.execv({_SERVER[0]!r}, {_SERVER!r})"
+
+
+@pytest.mark.parametrize("then", ["print('holds', flush=True); input()", _TAKES_ITS_PLACE], ids=["launcher", "exec"])
+def test_a_port_is_held_until_its_holder_is_killed(then: str, first_port: int) -> None:
+    command = [sys.executable, "-c", f"{_RESERVES.replace('PORT', str(first_port))}; {then}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"holds\n"
         assert reserve(HOST, first_port) is None

@@ -246,23 +246,13 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize(
-    ("store", "end", "code"),
-    [
-        ("s3://bucket/run", "hangs", NOT_SAVED),
-        ("s3://bucket/run", "137", NOT_SAVED),
-        ("s3://bucket/run", "3", NOT_SAVED),
-        ("s3://bucket/run", "143", 143),
-        (None, "hangs", 143),
-    ],
-)
+_STORE = "s3://bucket/run"
+_ENDS = [(_STORE, "hangs", NOT_SAVED), (_STORE, "137", NOT_SAVED), (_STORE, "3", NOT_SAVED), (_STORE, "143", 143)]
+
+
+@pytest.mark.parametrize(("store", "end", "code"), [*_ENDS, (None, "hangs", 143)])
 def test_the_exit_code_is_that_of_the_upload(
-    store: str | None,
-    end: str,
-    code: int,
-    run_dir: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    store: str | None, end: str, code: int, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
 ) -> None:
     monkeypatch.setattr(heal, "_TELLING_S", 0.1)
     write_checkpoint(run_dir, 5)
@@ -281,5 +271,5 @@ def test_the_exit_code_is_that_of_the_upload(
     thread.start()
     assert heal.watch(plan) == code
     thread.join()
-    is_here_alone = f"step 5 is saved here, but not at {store}" in capsys.readouterr().out
+    is_here_alone = f"step 5 is saved here, but not at {store}" in told()
     assert is_here_alone == (code == NOT_SAVED) and HEARTBEAT_ENV not in os.environ

@@ -150,10 +150,8 @@ def test_a_server_that_was_well_and_cannot_start_retries(stands: Stands, capfd: 
     port = free_port()
     server = _SERVER.replace("int(sys.argv[1])", str(port))
     made = "\nwhile not Path('rollouts/step_1').exists(): time.sleep(0.05)\n"
-    code = stands.watch(
-        health_url=f"http://127.0.0.1:{port}/health", inference=server, trainer=_TRAINER, orchestrator=made
-    )
-    assert code == 0
+    url = f"http://127.0.0.1:{port}/health"
+    assert stands.watch(health_url=url, inference=server, trainer=_TRAINER, orchestrator=made) == 0
     assert "inference ended with exit code 3: starting it again (restart 2 of 3)" in capfd.readouterr().out
     (stands.run_dir.path / "starts").write_text("x")
     (stands.run_dir.path / "rollouts" / "step_1").rmdir()

@@ -115,9 +115,8 @@ def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest
 def test_settings_of_a_falling_rate_need_one(tmp_path: Path) -> None:
     old = TrainerConfig.model_validate({"output_dir": tmp_path, "optim": {"schedule": "linear", "min_lr_ratio": 0.1}})
     new = old.model_copy(update={"optim": PolicyOptimConfig(min_lr_ratio=0.1)}, deep=True)
-    with pytest.raises(
-        ConfigError, match=r"optim\.min_lr_ratio = 0\.1 has no effect with optim\.schedule = 'constant'"
-    ):
+    reason = r"optim\.min_lr_ratio = 0\.1 has no effect with optim\.schedule = 'constant'"
+    with pytest.raises(ConfigError, match=reason):
         settle_length(new, clean=False)
     started(old)
     settle_length(new, clean=False)  # it keeps the schedule of the run
@@ -126,12 +125,14 @@ def test_settings_of_a_falling_rate_need_one(tmp_path: Path) -> None:
 
 def test_what_lies_behind_the_last_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed(monkeypatch)
-    for settings, said in (
-        ({"optim": {"warmup_steps": 8}}, "must be below max_steps"),
-        ({"profile": "3:9"}, "max_steps = 8"),
-    ):
+    behind = {"must be below max_steps": {"optim": {"warmup_steps": 8}}, "max_steps = 8": {"profile": "3:9"}}
+    for said, settings in behind.items():
         with pytest.raises(ConfigError, match=said):
             settle_length(sft(tmp_path, **settings), clean=False)
+
+
+def rl_config(trainer: dict[str, Any], orchestrator: dict[str, Any]) -> RlConfig:
+    return RlConfig.model_validate({"model": {"name": MODEL}, "trainer": trainer, "orchestrator": orchestrator})
 
 
 def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert "steps: 3 with a batch of 4 (micro-batches of 4)" in small
     adapters = summary(sft(tmp_path, max_steps=3, model={"name": MODEL, "lora": {}}), None)
     assert "LoRA of rank 16" in adapters and "about 2.43 MB per rank for frozen weights," in adapters
-    rl = RlConfig.model_validate({"model": {"name": MODEL}, "orchestrator": {"environments": ENVIRONMENTS}})
+    rl = rl_config({}, {"environments": ENVIRONMENTS})
     rl.trainer.model.name = MODEL
     said = summary(rl.trainer, None, rl.orchestrator)
     assert "tasks: reverse_text\nsteps: 100 of 16 x 8 rollouts" in said and "no checkpoints: a killed run" in said
@@ -165,20 +166,13 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     [
         (6000, "prompts: each is computed once for its 8 answers; the longest group has 6,000 tokens"),
         (5999, "is computed 2 times for its 8 answers, as 7 of them fit trainer.row_tokens = 5,999 with it"),
-        (
-            4096,
-            "is computed 2 times for its 8 answers, as 4 of them fit trainer.row_tokens = 4,096 with it, and all ",
-        ),
+        (4096, "is computed 2 times for its 8 answers, as 4 of them fit trainer.row_tokens = 4,096 with it, and all "),
         (1000, "is computed 8 times for its 8 answers, as 1 of them fit"),
     ],
 )
 def test_it_is_told_how_often_a_prompt_is_computed(row_tokens: int, said: str) -> None:
-    values = {
-        "model": {"name": MODEL},
-        "trainer": {"row_tokens": row_tokens},
-        "orchestrator": {"environments": ENVIRONMENTS, "seq_len": 2500, "sampling": {"max_tokens": 500}},
-    }
-    rl = RlConfig.model_validate(values)
+    tasks = {"environments": ENVIRONMENTS, "seq_len": 2500, "sampling": {"max_tokens": 500}}
+    rl = rl_config({"row_tokens": row_tokens}, tasks)
     assert said in summary(rl.trainer, None, rl.orchestrator)
     rl.trainer.share_prompts = False
     assert "prompts:" not in summary(rl.trainer, None, rl.orchestrator)
@@ -188,13 +182,8 @@ def test_environments_with_settings_of_their_own_have_lines_of_their_own() -> No
     own = {"id": "reverse_text", "group_size": 16, "seq_len": 1000, "sampling": {"max_tokens": 200}}
     shared = {"seq_len": 2500, "sampling": {"max_tokens": 100}}
     environments = [{"id": "reverse_text", "name": "a"}, {**own, "name": "b"}, {**own, "name": "c", "group_size": 1}]
-    rl = RlConfig.model_validate(
-        {
-            "model": {"name": MODEL},
-            "trainer": {"row_tokens": 3999, "advantage": "reinforce_pp"},
-            "orchestrator": {"environments": environments, **shared},
-        }
-    )
+    trainer = {"row_tokens": 3999, "advantage": "reinforce_pp"}
+    rl = rl_config(trainer, {"environments": environments, **shared})
     said = summary(rl.trainer, None, rl.orchestrator)
     assert "16 x 1 to 16 rollouts, at most 200 sampled tokens per turn and 2500 tokens per rollout" in said
     assert "prompts of a: the longest is computed 2 times for its 8 answers, as 6 of them fit" in said

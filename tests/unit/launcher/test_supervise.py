@@ -25,19 +25,6 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", READY + code]
 
 
-def ready(supervisor: Supervisor, child: Child) -> Callable[[], None]:
-    """Return a refresh function that raises SIGTERM in this process once the child has said that it is ready."""
-    sent = False
-
-    def refresh() -> None:
-        nonlocal sent
-        if not sent and b"ready" in child.log.read_bytes():
-            sent = True
-            signal.raise_signal(signal.SIGTERM)
-
-    return refresh
-
-
 def _wait_for(child: Child, text: str) -> None:
     while text not in child.log.read_text():
         assert child.process.poll() is None
@@ -47,9 +34,8 @@ def _wait_for(child: Child, text: str) -> None:
 def test_a_run_is_over_when_every_worker_did_its_work(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         for name in ("a", "b"):
-            supervisor.start(
-                name, python("print(os.environ['NAME'])"), tmp_path / f"{name}.log", environment={"NAME": name}
-            )
+            told = {"environment": {"NAME": name}}
+            supervisor.start(name, python("print(os.environ['NAME'])"), tmp_path / f"{name}.log", **told)
         service = supervisor.start("s", python("time.sleep(600)"), tmp_path / "s.log", environment={}, is_service=True)
         assert supervisor.run(lambda: None) is None
         assert service.process.poll() is None
@@ -59,13 +45,11 @@ def test_a_run_is_over_when_every_worker_did_its_work(tmp_path: Path) -> None:
 
 def test_a_worker_that_ends_without_having_done_its_work_has_failed(tmp_path: Path) -> None:
     """As an orchestrator does whose environment calls `sys.exit`; asked once, as what proves it may be pruned."""
-    answers = iter([True, False])
+    answers, how = iter([True, False]), (python(""), tmp_path / "a.log")
     with Supervisor() as supervisor:
-        supervisor.start("a", python(""), tmp_path / "a.log", environment={}, has_done_its_work=lambda: next(answers))
+        supervisor.start("a", *how, environment={}, has_done_its_work=lambda: next(answers))
         assert supervisor.run(lambda: None) is None
-        early = supervisor.start(
-            "a", python(""), tmp_path / "a.log", environment={}, has_done_its_work=lambda: next(answers, False)
-        )
+        early = supervisor.start("a", *how, environment={}, has_done_its_work=lambda: next(answers, False))
         assert supervisor.run(lambda: None) is early
         again = supervisor.restart(early)
         assert supervisor.run(lambda: None) is again, "what is asked stays with the one that takes its place"

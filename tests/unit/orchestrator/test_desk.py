@@ -250,15 +250,12 @@ def server() -> Iterator[FakeJudge]:
 
 
 def answered(server: FakeJudge, answer: Response, *, timeout_s: float = 60.0) -> ChatReply:
-    async def respond(_: Body) -> Response:
-        return answer
-
     async def once() -> ChatReply:
         judge = judge_at(server.url, api_key_env="JUDGE_KEY", timeout_s=timeout_s)
         async with new_client() as client:
             return await ask_once(client, judge.request({"x": ""}))
 
-    server.answer = respond
+    server.answer = always(lambda: answer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_KEY", KEY)
         return asyncio.run(once())
@@ -362,9 +359,8 @@ def test_a_failing_judge_costs_groups_by_reason_only(tmp_path: Path, fake: FakeJ
     fake.answer = fail_at_some
     batches = run(tmp_path, fake, on_error="drop", workers=1, max_steps=4)
     dropped = [one for batch in batches for one in batch.dropped]
-    assert 1 <= len(dropped) <= 2 and {one.reason for one in dropped} <= {
-        "judge_away", "judge_refused", "judge_unreadable"
-    }  # fmt: skip
+    assert 1 <= len(dropped) <= 2
+    assert {one.reason for one in dropped} <= {"judge_away", "judge_refused", "judge_unreadable"}
     for one in dropped:
         assert one.detail.startswith(f"environment 'tests.runs.environments:Judged' failed on task {one.task_id} ")
         assert batches[0].metrics[f"groups/dropped/{one.reason}"] >= 1.0
@@ -373,10 +369,7 @@ def test_a_failing_judge_costs_groups_by_reason_only(tmp_path: Path, fake: FakeJ
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_wrong_key_ends_the_run_whatever_may_be_dropped(tmp_path: Path, fake: FakeJudge, workers: int) -> None:
-    async def deny(body: Body) -> Response:
-        return JSONResponse({"error": "who are you"}, 401)
-
-    fake.answer = deny
+    fake.answer = always(lambda: JSONResponse({"error": "who are you"}, 401))
     with pytest.raises(JudgeDenied, match="was answered 401: .*who are you.*Name its key with api_key_env"):
         run(tmp_path, fake, on_error="drop", workers=workers)
 

@@ -110,11 +110,8 @@ def test_groups_without_signal_are_replaced_in_rounds_of_what_is_missing(tmp_pat
     assert accepted.problems == 36 and accepted.dropped["zero_signal"].problems == 24
     assert accepted.batched.rollouts == sum(len(batch.rollouts) for batch in batches) == 12 * STEPS
     metrics = batches[0].metrics
-    assert (metrics["groups/drawn"], metrics["groups/dropped/zero_signal"], metrics["groups/dropped/timeout"]) == (
-        9,
-        6,
-        0,
-    )
+    names = ("groups/drawn", "groups/dropped/zero_signal", "groups/dropped/timeout")
+    assert [metrics[name] for name in names] == [9, 6, 0]
     assert metrics["groups/zero_variance"] == pytest.approx(6 / 9)
     # Rewards are those of everything that was sampled: 3 of 36 rollouts.
     assert metrics["reward/mean"] == pytest.approx(3 / 36)
@@ -146,9 +143,8 @@ def test_a_kill_between_rounds_changes_and_repeats_nothing(tmp_path: Path, engin
         asked = len(engine.requests)
         run(config)
     assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(killed, range(1, STEPS + 1))
-    assert [batch.dropped for batch in checked_batches(straight)] == [
-        batch.dropped for batch in checked_batches(killed)
-    ]
+    dropped, expected = ([batch.dropped for batch in checked_batches(one)] for one in (killed, straight))
+    assert dropped == expected
     assert totals(straight) == totals(killed)
     # What was in flight at the kill is asked for again, nothing else.
     assert len(engine.requests) <= 9 * STEPS + 3 and asked < len(engine.requests)
@@ -172,10 +168,8 @@ def test_failed_groups_are_dropped_with_their_reason_and_counted_exactly(tmp_pat
     assert "allowed are 1 to 63" in too_long.detail
     # The other sessions of a failed group are played to their end, so its tokens do not depend on timing.
     assert checked_batches(RunDir(tmp_path / "two"))[0].dropped == [failed]
-    assert totals(RunDir(tmp_path / "one")).dropped == {
-        "environment_error": Counts(1, 4, failed.tokens),
-        "prompt_too_long": Counts(1, 0, 0),
-    }
+    counts = {"environment_error": Counts(1, 4, failed.tokens), "prompt_too_long": Counts(1, 0, 0)}
+    assert totals(RunDir(tmp_path / "one")).dropped == counts
     assert batches[0].metrics["groups/dropped/environment_error"] == 1.0
 
 
@@ -240,10 +234,8 @@ def test_a_group_has_signal_if_its_rewards_differ(signal: Signal) -> None:
 
 def test_a_run_asks_for_the_signal_that_its_advantages_learn_from() -> None:
     def signal(**trainer: Any) -> str:
-        environments = [{"id": "reverse_text"}]
-        config = RlConfig.model_validate(
-            {"trainer": trainer, "orchestrator": {"dynamic_sampling": {}, "environments": environments}}
-        )
+        orchestrator = {"dynamic_sampling": {}, "environments": [{"id": "reverse_text"}]}
+        config = RlConfig.model_validate({"trainer": trainer, "orchestrator": orchestrator})
         return hand_down_shared(config).orchestrator.signal
 
     expected = {"dr_grpo": "sum", "grpo_process": "parts", "reinforce_pp": "parts", "own:advantage": "parts"}
@@ -253,9 +245,8 @@ def test_a_run_asks_for_the_signal_that_its_advantages_learn_from() -> None:
 
 def test_groups_with_signal_come_first_and_the_earliest_others_fill_the_batch() -> None:
     equal, unequal = [1.0, 1.0], [1.0, 0.0]
-    outcomes: list[Outcome] = [
-        group(0, equal), group(1, unequal), failed(2), group(3, equal), group(4, equal), group(5, unequal),
-    ]  # fmt: skip
+    earlier = [group(0, equal), group(1, unequal), failed(2)]
+    outcomes: list[Outcome] = [*earlier, group(3, equal), group(4, equal), group(5, unequal)]
 
     def chosen(num_groups: int) -> tuple[list[int], list[int], list[Dropped]]:
         found = select(outcomes, num_groups=num_groups, signal="sum")

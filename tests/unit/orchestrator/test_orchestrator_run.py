@@ -95,16 +95,13 @@ def test_a_group_is_one_request_and_a_batch_is_whole_and_ordered(tmp_path: Path,
         assert name in batch.metrics
     state = read_state(RunDir(tmp_path).batch(2) / journal.STATE_NAME, step=2)
     assert (state.problems, state.rollouts) == (6, 24)
-    assert {name: position.next_task for name, position in state.environments.items()} == {
-        "reverse_text": 4,
-        "short": 2,
-    }
+    assert {name: one.next_task for name, one in state.environments.items()} == {"reverse_text": 4, "short": 2}
 
 
 def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path, engine: FakeEngine) -> None:
     """Also with little room, and with other settings on resume."""
-    short = {"id": "reverse_text", "name": "short", "group_size": 2, "seq_len": 40,
-             "sampling": {"temperature": 0.5, "max_tokens": 5}}  # fmt: skip
+    sampling = {"temperature": 0.5, "max_tokens": 5}
+    short = {"id": "reverse_text", "name": "short", "group_size": 2, "seq_len": 40, "sampling": sampling}
     mix: list[dict[str, Any]] = [{"id": "reverse_text"}, short]
     common = {"problems_per_step": 6, "sampling": {"max_tokens": 24, "min_p": 0.1}}
     found = []
@@ -300,17 +297,16 @@ def test_batches_are_published_in_the_next(tmp_path: Path, engine: FakeEngine, m
 
 def test_damaged_state_is_a_checkpoint_error(tmp_path: Path) -> None:
     path = tmp_path / "orchestrator.json"
-    with pytest.raises(CheckpointError, match="is missing"):
-        read_state(path, step=3)
-    path.write_bytes(b'{"format": 1, "step": "three"}')
-    with pytest.raises(CheckpointError, match="is damaged"):
-        read_state(path, step=3)
-    path.write_bytes(msgspec.json.encode(OrchestratorState(step=2)))
-    with pytest.raises(CheckpointError, match="after step 2, expected step 3"):
-        read_state(path, step=3)
-    path.write_bytes(msgspec.json.encode(OrchestratorState(format=9, step=3)))
-    with pytest.raises(CheckpointError, match="format 9"):
-        read_state(path, step=3)
+    for content, said in (
+        (None, "is missing"),
+        (b'{"format": 1, "step": "three"}', "is damaged"),
+        (msgspec.json.encode(OrchestratorState(step=2)), "after step 2, expected step 3"),
+        (msgspec.json.encode(OrchestratorState(format=9, step=3)), "format 9"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=said):
+            read_state(path, step=3)
 
 
 def _start_process(config: OrchestratorConfig) -> subprocess.Popen[str]:
@@ -358,11 +354,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configured(output_dir: Path, model: Path, engine: FakeEngine, **more: Any) -> OrchestratorConfig:
     engine.model = str(model)
-    section = {
-        "id": "examples.environments.guess_number:GuessNumber",
-        "name": "guess_number",
-        "args": {"turns": TURNS, "high": 9},
-    }
+    game, args = "examples.environments.guess_number:GuessNumber", {"turns": TURNS, "high": 9}
+    section = {"id": game, "name": "guess_number", "args": args}
     return make_config(output_dir, engine, max_steps=STEPS, model={"name": str(model)}, environments=[section], **more)
 
 
@@ -370,10 +363,8 @@ def seen_by_turns(rollout: Rollout) -> list[list[int]]:
     """What the policy saw before each turn: its branch up to there."""
     mask = rollout.loss_mask.tolist()
     starts = [place for place in range(1, len(mask)) if mask[place] and not mask[place - 1]]
-    return [
-        rollout.token_ids[max(start for start in rollout.branch_starts if start < place) : place].tolist()
-        for place in starts
-    ]
+    begins = [max(start for start in rollout.branch_starts if start < place) for place in starts]
+    return [rollout.token_ids[begin:place].tolist() for begin, place in zip(begins, starts, strict=True)]
 
 
 def test_batches_hold_every_branch_and_every_sampled_token_once(tmp_path: Path, model: Path) -> None:
@@ -432,6 +423,5 @@ def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, mo
         assert rollout.reference_logprobs is not None
         for branch in rollout.branches:
             ids, mask = rollout.token_ids[branch].tolist(), rollout.loss_mask[branch]
-            assert rollout.reference_logprobs[branch].tolist() == [
-                expected_logprob(ids, place) if mask[place] else 0.0 for place in range(len(ids))
-            ]
+            judged = [expected_logprob(ids, place) if mask[place] else 0.0 for place in range(len(ids))]
+            assert rollout.reference_logprobs[branch].tolist() == judged

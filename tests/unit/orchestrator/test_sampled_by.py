@@ -54,19 +54,18 @@ class DisturbedEngine(FakeEngine):
 
 
 # A batch is three requests, one per group; of two turns: three, and then one per sample.
-@pytest.mark.parametrize(
-    ("disturb", "number", "settings"),
-    [
-        pytest.param(restarted, 3, {}, id="restarted between two batches of version 0"),
-        pytest.param(restarted, 13, {}, id="restarted within a later batch"),
-        pytest.param(pushed_to, 13, {}, id="pushed to under the same number"),
-        pytest.param(restarted, 3, {"environments": TWO_TURNS}, id="restarted between two turns of version 0"),
-        pytest.param(restarted, 3 * 15 + 3, {"environments": TWO_TURNS}, id="restarted between two later turns"),
-    ],
-)
-def test_what_others_sampled_is_sampled_again(
-    tmp_path: Path, disturb: Callable[[FakeEngine], None], number: int, settings: dict[str, Any]
-) -> None:
+_DISTURBANCES: dict[str, tuple[Callable[[FakeEngine], None], int, dict[str, Any]]] = {
+    "restarted between two batches of version 0": (restarted, 3, {}),
+    "restarted within a later batch": (restarted, 13, {}),
+    "pushed to under the same number": (pushed_to, 13, {}),
+    "restarted between two turns of version 0": (restarted, 3, {"environments": TWO_TURNS}),
+    "restarted between two later turns": (restarted, 3 * 15 + 3, {"environments": TWO_TURNS}),
+}
+
+
+@pytest.mark.parametrize("disturbance", _DISTURBANCES)
+def test_what_others_sampled_is_sampled_again(tmp_path: Path, disturbance: str) -> None:
+    disturb, number, settings = _DISTURBANCES[disturbance]
     expected = rollouts_of(tmp_path / "alone", FakeEngine(), **settings)
     engine = DisturbedEngine()
     engine.number, engine.disturb = number, disturb
@@ -110,10 +109,8 @@ def test_weights_that_change_while_a_request_is_answered_are_noticed(tmp_path: P
 
 def test_a_server_that_keeps_answering_by_other_weights_ends_the_run(tmp_path: Path) -> None:
     engine = FakeEngine(admits_everything=True, lie_about_rollouts=2)
-    with (
-        serving(engine),
-        pytest.raises(InferenceError, match=r"lost 5 times .* sampled by policy version 2 .* asked for was version 0"),
-    ):
+    said = r"lost 5 times .* sampled by policy version 2 .* asked for was version 0"
+    with serving(engine), pytest.raises(InferenceError, match=said):
         run(make_config(tmp_path, engine, max_steps=1))
     assert RunDir(tmp_path).published_batches() == []
     log = RunDir(tmp_path).generations(1).read_bytes()

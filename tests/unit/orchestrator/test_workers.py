@@ -42,16 +42,12 @@ def attempts_at(directory: Path, task: int | str) -> int:
 
 @pytest.mark.launch
 def test_every_fault_costs_its_group_and_counts_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    faults = {
-        "0": "raises", "1": "exits", "2": "prints", "3": "nan", "4": "blocks", "6": "type", "7": "faults", "9": "waits",
-        "10": "leaks",
-    }  # fmt: skip
+    faults = {"0": "raises", "1": "exits", "2": "prints", "3": "nan", "4": "blocks"}
+    faults |= {"6": "type", "7": "faults", "9": "waits", "10": "leaks"}
     batches = run(tmp_path, faults, workers=2, worker_memory_gb=0.7, **DROPS)
     reasons = {one.task_id: one.reason for batch in batches for one in batch.dropped}
-    assert reasons == {
-        0: "environment_error", 1: "crash", 3: "environment_error", 4: "timeout", 6: "environment_error", 7: "crash",
-        9: "timeout", 10: "memory",
-    }  # fmt: skip
+    raised = dict.fromkeys((0, 3, 6), "environment_error")
+    assert reasons == raised | {1: "crash", 7: "crash", 4: "timeout", 9: "timeout", 10: "memory"}
     assert sorted({one.task_id for batch in batches for one in batch.rollouts}) == [2, 5, 8, 11]
     assert [attempts_at(tmp_path, task) for task in (1, 4, 7, 10)] == [2, 1, 2, 2]
     told = {one.task_id: one.detail for batch in batches for one in batch.dropped}
@@ -88,9 +84,8 @@ def test_what_cannot_be_read_from_a_worker_ends_it_and_keeps_nobody_waiting(tmp_
 
 @pytest.mark.launch
 def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        EnvironmentFailure, match=r"'mine' failed on task 1 \(seed \d+\): its worker process exited with"
-    ):
+    said = r"'mine' failed on task 1 \(seed \d+\): its worker process exited with"
+    with pytest.raises(EnvironmentFailure, match=said):
         run(tmp_path / "exits", {"1": "exits"}, workers=1)
     with pytest.raises(EnvironmentFailure, match=r"failed on task 1 .*: score\(\) raised KeyError: 'no'"):
         run(tmp_path / "raises", {"1": "raises"}, workers=1)
@@ -165,8 +160,7 @@ def test_what_a_worker_prints_is_shown_up_to_a_limit(
 
 @pytest.mark.launch
 def test_who_stops_waiting_for_the_end_of_a_worker_leaves_no_group_without_an_answer(tmp_path: Path) -> None:
-    section = {"id": "reverse_text", "workers": 1}
-    config = make_config(tmp_path, environments=[section], client={})
+    config = make_config(tmp_path, environments=[{"id": "reverse_text", "workers": 1}], client={})
     problem = Problem(None, config.environments[0], TaskSeed(0, "reverse_text", 0))
 
     async def stop_waiting() -> None:
@@ -201,10 +195,9 @@ def test_a_turn_with_another_limit_is_another_turn() -> None:
         return turn.max_tokens
 
     async def ask() -> list[object]:
-        sampler: Any = SimpleNamespace(sample=sample)
-        remembering: Any = workers.Remembering(sampler)
+        remembering = workers.Remembering(SimpleNamespace(sample=sample))  # type: ignore[arg-type]
         turns = [TurnRequest([5], 0, PLAIN_SAMPLING, most, 1, Affinity()) for most in (3, 2, 3)]
-        return [await remembering.sample(turn) for turn in turns]
+        return [await remembering.sample(turn) for turn in turns]  # type: ignore[misc]
 
     assert asyncio.run(ask()) == [3, 2, 3] and asked == [3, 2]
 
@@ -228,12 +221,9 @@ def test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestr
         "        started = subprocess.Popen(['sleep', '100000'])\n"
         "        Path('started').write_text(str(started.pid))\n"
     )
-    config = OrchestratorConfig.model_validate(
-        {
-            "model": {"name": str(ROOT / "examples" / "reverse_text" / "model")},
-            "environments": [{"id": "starting:Starting", "workers": 1}],
-        }
-    )
+    model = {"name": str(ROOT / "examples" / "reverse_text" / "model")}
+    environments = [{"id": "starting:Starting", "workers": 1}]
+    config = OrchestratorConfig.model_validate({"model": model, "environments": environments})
     script = (
         "import asyncio, os, signal\nfrom holdfast.orchestrator.workers import starting_workers\n"
         "from holdfast.config.orchestrator import OrchestratorConfig\n"

@@ -229,25 +229,15 @@ def test_a_missing_driver_names_the_extra() -> None:
     assert "pip install 'holdfast[s3]'" in done.stdout, done
 
 
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
-        (ConnectionResetError("reset"), True),
-        (TimeoutError("slow"), True),
-        (FSTimeoutError("slow"), True),
-        (OSError(errno.EBUSY, "slow down"), True),
-        (OSError(errno.EREMOTEIO, "internal error"), True),
-        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
-        (botocore.exceptions.ReadTimeoutError(endpoint_url="http://x"), True),
-        (botocore.exceptions.NoCredentialsError(), False),
-        (PermissionError("no"), False),
-        (FileNotFoundError("no"), False),
-        (OSError(errno.ENOSPC, "full"), False),
-        (ValueError("no"), False),
-    ],
-)
-def test_what_may_pass(error: Exception, passes: bool) -> None:
-    assert is_transient(error) is passes
+_SLOW = [ConnectionResetError("reset"), TimeoutError("slow"), FSTimeoutError("slow"), OSError(errno.EBUSY, "slow down")]
+_OF_BOTO = (botocore.exceptions.EndpointConnectionError, botocore.exceptions.ReadTimeoutError)
+_PASSES = [*_SLOW, OSError(errno.EREMOTEIO, "internal error"), *(kind(endpoint_url="http://x") for kind in _OF_BOTO)]
+_REFUSED = [botocore.exceptions.NoCredentialsError(), PermissionError("no"), FileNotFoundError("no"), ValueError("no")]
+
+
+@pytest.mark.parametrize("error", [*_PASSES, *_REFUSED, OSError(errno.ENOSPC, "full")], ids=repr)
+def test_what_may_pass(error: Exception) -> None:
+    assert is_transient(error) is (error in _PASSES)
 
 
 class TestFetch:
@@ -420,13 +410,17 @@ class _Slow(RemoteCheckpoints):
         return super().upload(directory, step)
 
 
+def _submit(uploader: Uploader, here: RunDir, *steps: int) -> None:
+    for step in steps:
+        uploader.submit(write_checkpoint(here, step), step)
+
+
 class TestUploader:
     def test_steps_arrive_and_old_ones_go(self, here: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
         (place / "step_7/trainer").mkdir(parents=True)
         (place / "step_7/trainer/__0.distcp").write_bytes(b"torn")
         uploader = Uploader(remote, retention=Retention(keep=2), protected=[1])
-        for step in (1, 2, 3, 4):
-            uploader.submit(write_checkpoint(here, step), step)
+        _submit(uploader, here, 1, 2, 3, 4)
         uploader.close()
         assert remote.steps() == [1, 3, 4] and not (place / "step_7").exists()
 
@@ -434,7 +428,7 @@ class TestUploader:
         for step in (8, 9):
             remote.upload(write_checkpoint(here, step), step)
         uploader = Uploader(remote, retention=Retention(keep=2))
-        uploader.submit(write_checkpoint(here, 3), 3)
+        _submit(uploader, here, 3)
         uploader.close()
         assert remote.steps() == [3, 8, 9]
 
@@ -443,8 +437,7 @@ class TestUploader:
     ) -> None:
         away = _Away(remote, monkeypatch)
         uploader = Uploader(remote)
-        for step in (1, 2):
-            uploader.submit(write_checkpoint(here, step), step)
+        _submit(uploader, here, 1, 2)
         assert away.asked.wait(HANG_S)
         uploader.poll()
         away.is_over.set()
@@ -454,7 +447,7 @@ class TestUploader:
         for event in (away.is_over, away.asked):
             event.clear()
         uploader = Uploader(remote)
-        uploader.submit(write_checkpoint(here, 3), 3)
+        _submit(uploader, here, 3)
         assert away.asked.wait(HANG_S) and not uploader.wait(timeout_s=0.01)
         with pytest.raises(CheckpointError, match=r"step 3 was given up after .* \(.*no route.*whole in"):
             uploader.close(timeout_s=0.05)
@@ -464,14 +457,14 @@ class TestUploader:
     ) -> None:
         away = _Away(remote, monkeypatch, error=PermissionError("not yours"))
         uploader = Uploader(remote)
-        uploader.submit(write_checkpoint(here, 1), 1)
+        _submit(uploader, here, 1)
         with pytest.raises(StorageError, match="not yours"):
             uploader.wait(timeout_s=HANG_S)
         away.is_over.set()
-        uploader.submit(write_checkpoint(here, 2), 2)
+        _submit(uploader, here, 2)
         assert uploader.wait(timeout_s=HANG_S)
         away.is_over.clear()
-        uploader.submit(write_checkpoint(here, 3), 3)
+        _submit(uploader, here, 3)
         assert not uploader.wait(timeout_s=0.01), "credentials that were good may be renewed"
         away.is_over.set()
         assert uploader.wait(timeout_s=HANG_S)
@@ -481,8 +474,7 @@ class TestUploader:
     def test_what_is_read_is_in_use(self, here: RunDir, place: Path, caplog: pytest.LogCaptureFixture) -> None:
         remote = _Slow(f"file://{place}")
         uploader = Uploader(remote)
-        for step in (1, 2, 3, 4):
-            uploader.submit(write_checkpoint(here, step), step)
+        _submit(uploader, here, 1, 2, 3, 4)
         assert remote.entered.wait(HANG_S) and not uploader.release(1)
         assert not uploader.wait(timeout_s=0.01)
         assert uploader.release(2), "retention takes it"
@@ -504,7 +496,7 @@ class TestUploader:
         with pytest.raises(CheckpointError, match=f"{here.checkpoint(1)}/trainer"):
             uploader.wait(timeout_s=HANG_S)
         uploader.poll()
-        uploader.submit(write_checkpoint(here, 3), 3)
+        _submit(uploader, here, 3)
         uploader.close()
         assert remote.steps() == [3]
         assert "uploading step 1 failed" in caplog.text and "uploading step 2 failed" in caplog.text
@@ -513,8 +505,7 @@ class TestUploader:
         monkeypatch.setattr("holdfast.remote.uploader._GIVE_UP_S", 0.01)
         remote = _Slow(f"file://{place}")
         uploader = Uploader(remote)
-        for step in (1, 2):
-            uploader.submit(write_checkpoint(here, step), step)
+        _submit(uploader, here, 1, 2)
         assert remote.entered.wait(HANG_S)
         with pytest.raises(CheckpointError, match=f"uploading step 1, 2 was given up.*whole in {here.checkpoints}"):
             uploader.close(timeout_s=0.01)

@@ -105,9 +105,8 @@ def test_entries_are_committed_damaged_or_torn_and_strangers_are_left_out(tmp_pa
         write(tmp_path / stranger, "trainer/.metadata")
     write(tmp_path, "step_8")
     entries = list_entries(tmp_path)
-    assert [(entry.step, entry.status) for entry in entries] == [
-        (2, "damaged"), (3, "damaged"), (4, "damaged"), (9, "committed"), (10, "committed"), (11, "torn"), (12, "torn")
-    ]  # fmt: skip
+    states = {2: "damaged", 3: "damaged", 4: "damaged", 9: "committed", 10: "committed", 11: "torn", 12: "torn"}
+    assert [(entry.step, entry.status) for entry in entries] == list(states.items())
     assert "manifest.json is missing" in entries[0].reason and "manifest of step 9" in entries[2].reason
     assert all((entry.manifest is not None) == (entry.status == "committed") == (not entry.reason) for entry in entries)
     data = sum(path.stat().st_size for path in (tmp_path / "step_10").rglob("*") if path.is_file())
@@ -166,12 +165,8 @@ def test_superseded_is_the_rest(retention: Retention, saved: dict[int, dict[str,
     newest = sorted(saved)[-(retention.keep or len(saved) or 1) :]
     best = retention.keep_best.best(saved) if retention.keep_best else None
     for step in saved:
-        kept = (
-            step in newest
-            or step in protected
-            or (retention.keep_interval is not None and step % retention.keep_interval == 0)
-            or step == best
-        )
+        by_interval = retention.keep_interval is not None and step % retention.keep_interval == 0
+        kept = step in newest or step in protected or step == best or by_interval
         assert kept is (step not in removed), step
 
 
@@ -282,8 +277,6 @@ def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(mon
 def test_files_of_another_machine_are_listed_before_they_are_seen(tmp_path: Path) -> None:
     """Some network filesystems list what another machine has just written after a while only."""
     (tmp_path / "here").write_bytes(b"1")
-    there = FileEntry(2, "0" * 32)
-    assert describe_files(tmp_path, known={"there": there}) == {
-        "here": FileEntry(1, file_digest(tmp_path / "here")),
-        "there": there,
-    }
+    known = {"there": FileEntry(2, "0" * 32)}
+    here = {"here": FileEntry(1, file_digest(tmp_path / "here"))}
+    assert describe_files(tmp_path, known=known) == here | known

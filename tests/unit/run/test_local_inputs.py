@@ -97,12 +97,8 @@ def test_kinds_of_files_of_data(tmp_path: Path) -> None:
     assert "use a .jsonl, .json or .parquet file" in said("rows.csv")
     assert "no such file" in refusal(lambda: check_data_path(str(tmp_path / "none.csv"), key="data.name"))
     assert "UTF-16" in said("rows.jsonl", "{}".encode("utf-16-be").join([b"\xfe\xff", b""]))
-    for name, content in (
-        ("ROWS.JSONL", b"{}"),
-        ("a.parquet", b"PAR1....PAR1"),
-        ("a.json.gz", b"\x1f\x8b"),
-        ("b.json", b"["),
-    ):
+    good = {"ROWS.JSONL": b"{}", "a.parquet": b"PAR1....PAR1", "a.json.gz": b"\x1f\x8b", "b.json": b"["}
+    for name, content in good.items():
         (tmp_path / name).write_bytes(content)
         check_data_path(str(tmp_path / name), key="data.name")
     check_data_path("someone/rows", key="data.name")

@@ -184,11 +184,8 @@ def make_log(run_dir: RunDir, answers: int = 0) -> GenerationLog:
 
 
 def found(log: GenerationLog) -> list[int]:
-    return [
-        number
-        for number in range(5)
-        if log.find([1, 2], sampling=PLAIN_SAMPLING, max_tokens=4, seed=number) == completion(number)
-    ]
+    answers = (log.find([1, 2], sampling=PLAIN_SAMPLING, max_tokens=4, seed=number) for number in range(5))
+    return [number for number, answer in enumerate(answers) if answer == completion(number)]
 
 
 @pytest.mark.parametrize(
@@ -216,14 +213,11 @@ def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
 
 
 def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "files.md").read_text()
-    example = text.split("```python file=print_log.py\n")[1].split("```")[0]
+    example = (ROOT / "docs" / "files.md").read_text().split("```python file=print_log.py\n")[1].split("```")[0]
     path = make_log(RunDir(tmp_path), answers=3).path
     path.write_bytes(path.read_bytes()[:-1])
-    printed = subprocess.run(
-        [sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    header, *answers = map(msgspec.json.decode, printed)
+    printed = subprocess.run([sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True)
+    header, *answers = map(msgspec.json.decode, printed.stdout.splitlines())
     assert (header["format"], header["step"], header["weights_digest"]) == (5, 7, "d")
     assert [answer["seeds"] for answer in answers] == [[0], [1]]
     printed_completion = answers[1]["completions"][0]
@@ -250,21 +244,20 @@ def rewrite(directory: Path, batch: bytes) -> None:
 
 def test_the_batch_of_another_step_or_format_is_refused(run_dir: RunDir) -> None:
     directory = publish_batch(run_dir, make_batch(), b"{}")
-    rewrite(directory, encode_batch(make_batch(step=4)))
-    with pytest.raises(CheckpointError, match="expected batch 3"):
-        read_batch(run_dir, 3)
     rollout = {"environment": "a", "task_id": 1, "sample_index": 0, "token_ids": [1], "logprobs": [0.0]}
-    rewrite(directory, msgspec.msgpack.encode({"format": 1, "step": 3, "rollouts": [rollout]}))
-    with pytest.raises(CheckpointError, match=r"batch\.msgpack cannot be read: it has format 1; this .* format 7"):
-        read_batch(run_dir, 3)
-    rewrite(directory, b"\xc1 no msgpack")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_batch(run_dir, 3)
+    old = {"format": 1, "step": 3, "rollouts": [rollout]}
+    cases = [
+        (encode_batch(make_batch(step=4)), "expected batch 3"),
+        (msgspec.msgpack.encode(old), r"batch\.msgpack cannot be read: it has format 1; this .* format 7"),
+        (b"\xc1 no msgpack", "cannot be read"),
+    ]
     batch = msgspec.msgpack.decode(encode_batch(make_batch()))
     for no_whole_items in (b"\1\2\3", "text"):
         batch["rollouts"][0]["token_ids"] = no_whole_items
-        rewrite(directory, msgspec.msgpack.encode(batch))
-        with pytest.raises(CheckpointError, match=r"batch\.msgpack cannot be read: .*token_ids"):
+        cases.append((msgspec.msgpack.encode(batch), r"batch\.msgpack cannot be read: .*token_ids"))
+    for content, said in cases:
+        rewrite(directory, content)
+        with pytest.raises(CheckpointError, match=said):
             read_batch(run_dir, 3)
 
 

@@ -42,9 +42,8 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> Non
         "import sys; from pathlib import Path; from holdfast.run.run_dir import RunDir\n"
         "held = RunDir(Path(sys.argv[1])); held.lock(); print('held', flush=True); sys.stdin.read()"
     )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    argv = [sys.executable, "-c", hold, str(tmp_path)]
+    holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with pytest.raises(RunDirError, match=f"in use by another run \\(process {holder.pid}\\)") as caught:
@@ -73,8 +72,8 @@ def test_the_step_to_resume_from_and_one_that_is_not_there(run_dir: RunDir) -> N
 
 def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
     commit(run_dir, 1)
-    leftovers = [atomic.temporary_sibling(parent / "step_3") for parent in
-                 (run_dir.checkpoints, run_dir.rollouts, run_dir.weights)]  # fmt: skip
+    parents = (run_dir.checkpoints, run_dir.rollouts, run_dir.weights)
+    leftovers = [atomic.temporary_sibling(parent / "step_3") for parent in parents]
     for path in leftovers:
         path.mkdir(parents=True)
         (path / "part").write_text("half")
@@ -131,10 +130,8 @@ def test_what_lies_on_another_disk_is_set_aside_there_and_forgotten_with_its_att
             commit(run_dir, step)
         (run_dir.weights / "step_9").mkdir()
         moved = set_aside_after(run_dir, 1, attempt=4)
-        assert {path.relative_to(run_dir.path).as_posix() for path in moved if path.is_dir()} >= {
-            "checkpoints/discarded/attempt_4/step_2",
-            "weights/discarded/attempt_4/step_9",
-        }
+        aside = {path.relative_to(run_dir.path).as_posix() for path in moved if path.is_dir()}
+        assert aside >= {"checkpoints/discarded/attempt_4/step_2", "weights/discarded/attempt_4/step_9"}
         assert run_dir.committed_steps() == [1] and run_dir.published_weights() == []
         run_dir.remove_old_attempts(4)
         assert [*run_dir.path.rglob("*/discarded/*")] == []

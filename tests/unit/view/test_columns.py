@@ -1,7 +1,5 @@
 """Long curves and timelines: what is left out of them, and what never is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

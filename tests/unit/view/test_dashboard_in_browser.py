@@ -1,7 +1,5 @@
 """The page of a run that goes on, open in a browser: it takes what is new, and the reader keeps the place."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
@@ -60,10 +58,8 @@ def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path, monkey
             page.evaluate("window.isTheSame = true")
             # Look closer into a chart, open what is folded, hide a curve, and go on to the rollouts' end of the page.
             page.evaluate("document.querySelector('[data-figure=reward]').scrollIntoView({block: 'center'})")
-            place = page.evaluate(
-                "(({left, top, width, height}) => ({left, top, width, height}))"
-                "(document.querySelector('[data-figure=reward] .nsewdrag').getBoundingClientRect())"
-            )
+            chart = "document.querySelector('[data-figure=reward] .nsewdrag').getBoundingClientRect()"
+            place = page.evaluate(f"(({{left, top, width, height}}) => ({{left, top, width, height}}))({chart})")
             middle = place["top"] + place["height"] / 2
             page.drag((place["left"] + 0.3 * place["width"], middle), (place["left"] + 0.6 * place["width"], middle))
             low, high = page.when(_RANGE, lambda found: found[1] - found[0] < 6)

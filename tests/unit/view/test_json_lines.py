@@ -1,7 +1,5 @@
 """`--log-format json`: every line on stdout is one object, and the last one says how it ended."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -65,9 +63,8 @@ def test_a_run_is_told_by_objects_alone(stands: Stands, objects: Objects) -> Non
 
 @pytest.mark.usefixtures("restored_signals")
 def test_a_run_that_fails_says_why_and_what_is_left(stands: Stands, objects: Objects) -> None:
-    trainer = (
-        f"Path('metrics.jsonl').write_text('{_METRICS}\\n')\nprint('error: no good', file=sys.stderr); sys.exit(3)"
-    )
+    fails = "print('error: no good', file=sys.stderr); sys.exit(3)"
+    trainer = f"Path('metrics.jsonl').write_text('{_METRICS}\\n')\n{fails}"
     with pytest.raises(ProcessDied), as_json_lines():
         stands.watch(heals=False, trainer=trainer)
     *_, end = objects()
@@ -98,10 +95,8 @@ def test_every_end_has_an_object(error: BaseException, code: int, objects: Objec
 def test_a_dry_run_of_a_command_says_it_so(
     run_command: Callable[..., tuple[int, str, str]], tmp_path: Path, in_root: Path
 ) -> None:
-    for words in (
-        ["sft", "@", "configs/reverse_text/sft.toml"],
-        ["evaluate", "@", "configs/reverse_text/evaluate.toml"],
-    ):
+    for program in ("sft", "evaluate"):
+        words = [program, "@", f"configs/reverse_text/{program}.toml"]
         code, out, _ = run_command(*words, "--dry-run", "--output-dir", tmp_path / words[0], "--log-format", "json")
         told = [json.loads(line) for line in out.splitlines()]
         assert code == 0 and {one["type"] for one in told} == {"message", "end"} and told[-1]["exit_code"] == 0

@@ -1,7 +1,5 @@
 """The page of a run that is trained: what is answered, when the page is made, and what its process survives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

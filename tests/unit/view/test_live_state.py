@@ -1,7 +1,5 @@
 """What is known of a run, from lines of metrics and events in any order that files can give."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

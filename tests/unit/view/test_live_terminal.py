@@ -1,7 +1,5 @@
 """Launchers and `monitor` in real terminals, of runs whose files the test writes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """`monitor` without a terminal: snapshots, documents, refusals; and what is said at the end of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

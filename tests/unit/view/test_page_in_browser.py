@@ -1,7 +1,5 @@
 """The page of a report, opened in a browser without a network, and that of 10,000 steps and a million rollouts."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -30,13 +28,9 @@ HOSTILE = '</script><img src=x onerror="document.documentElement.dataset.hit=1">
 
 def opened(page: Path, place: Path) -> tuple[str, list[str]]:
     """Return what a browser makes of a page, and what its console says. Nothing outside can be reached."""
-    done = subprocess.run(
-        [
-            *browser_command(place), "--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    flags = ("--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom")
+    argv = [*browser_command(place), *flags, page.as_uri()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

@@ -3,8 +3,6 @@
 Each reader sees the run of before, or the run of after, or parts of both; nothing is damaged, and no number is another.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

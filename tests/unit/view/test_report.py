@@ -1,7 +1,5 @@
 """The command `report`: what it says of runs of every kind and state, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -42,10 +40,12 @@ def text_of(page: Path) -> str:
     return re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.S)
 
 
-def made(run_command: RunCommand, *argv: object) -> None:
-    code, out, err = run_command("report", *argv)
+def made(run_command: RunCommand, path: Path, *argv: object) -> str:
+    """Make the page of a run; return what stands in the run's own page, if that is there."""
+    code, out, err = run_command("report", path, *argv)
     assert code == 0, err
     assert ".html: " in out
+    return text_of(page) if (page := path / "report.html").exists() else ""
 
 
 def test_a_run_killed_five_times_is_one_curve_with_five_marks(run_command: RunCommand, tmp_path: Path) -> None:
@@ -61,12 +61,10 @@ def test_a_run_killed_five_times_is_one_curve_with_five_marks(run_command: RunCo
     assert {"kl", "phases_trainer_0", "phases_orchestrator_0"} <= figures.keys()
     lanes = figures["timeline_0"]
     assert len(lanes["layout"]["shapes"]) == 5 and lanes["layout"]["xaxis"]["type"] == "date"
-    assert set(lanes["layout"]["yaxis"]["categoryarray"]) == {
-        "trainer", "trainer: checkpoints", "orchestrator", "inference"
-    }  # fmt: skip
-    assert {"generate", "forward_backward", "save", "wait_for_weights", "start-up"} <= {
-        one["name"] for one in lanes["data"]
-    }
+    names = {"trainer", "trainer: checkpoints", "orchestrator", "inference"}
+    assert set(lanes["layout"]["yaxis"]["categoryarray"]) == names
+    phases = {"generate", "forward_backward", "save", "wait_for_weights", "start-up"}
+    assert phases <= {one["name"] for one in lanes["data"]}
     shown = text_of(run_dir.path / "report.html")
     assert "<td>24 of 24</td>" in shown and "<td>finished</td>" in shown
     assert shown.count("ALERT: entropy fell") == 6
@@ -77,8 +75,7 @@ def test_numbers_that_are_none_and_phases_that_are_long_are_told(run_command: Ru
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     lines[0]["time/step"] = lines[0]["time/wait_for_batch"] = 500.0
     run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": "x"}\n{"loss": 1}\n{"st')
-    made(run_command, run_dir.path)
-    shown = text_of(run_dir.path / "report.html")
+    shown = made(run_command, run_dir.path)
     assert "some bars are higher than the chart, the highest 500 s" in shown
     assert "2 lines of metrics.jsonl could not be read" in shown
     figures = figures_of(run_dir.path / "report.html")
@@ -123,16 +120,14 @@ def test_rollouts_are_shown_token_by_token(run_command: RunCommand, tmp_path: Pa
     for step in (2, 3, 4):
         publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
     (run_dir.batch(3) / "batch.msgpack").write_bytes(b"damaged")
-    made(run_command, run_dir.path)
-    shown = text_of(run_dir.path / "report.html")
+    shown = made(run_command, run_dir.path)
     assert "batch 3 is left out: " in shown and "step 2, a, task 1, sample 1: reward 1" in shown
     assert shown.count('class="rollout better"') == shown.count('class="rollout worse"') == 4
     assert "(+0.5)" in shown and "(-0.5)" in shown
     # The prompt has no log-probability; that of the fifth token, the first that was sampled, is -0.4.
     assert re.search(r'<span>&gt;</span><span class="s p0" title="log-probability -0\.\d{4}">c</span>', shown)
     (run_dir.configs(1) / "orchestrator.toml").unlink()
-    made(run_command, run_dir.path)
-    assert "texts cannot be shown: there is no tokenizer.json" in text_of(run_dir.path / "report.html")
+    assert "texts cannot be shown: there is no tokenizer.json" in made(run_command, run_dir.path)
 
 
 @pytest.mark.parametrize("program", ["sft", "dpo", "reward-model"])
@@ -143,8 +138,7 @@ def test_supervised_runs_have_their_own_curves(run_command: RunCommand, tmp_path
         path.unlink()  # of a version without timeline
     names = {"loss": 0.5, "val/loss": 0.6, "rewards/accuracies": 0.7, "time/step": 1.0, "time/data": 0.1}
     run_dir.metrics.write_text("".join(f"{json.dumps({'step': step, **names})}\n" for step in (1, 2)))
-    made(run_command, run_dir.path)
-    figures, shown = figures_of(run_dir.path / "report.html"), text_of(run_dir.path / "report.html")
+    shown, figures = made(run_command, run_dir.path), figures_of(run_dir.path / "report.html")
     assert {"loss", "accuracy", "phases_trainer_0"} <= set(figures) and "timeline_0" not in figures
     assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>stopped</td>" in shown
 
@@ -158,23 +152,19 @@ def test_a_run_that_failed_or_has_no_steps_says_so(run_command: RunCommand, tmp_
             file.write("\n" + json.dumps({"time": BEGIN, "process": "launcher", "phase": "ended", **fields}) + "\n")
 
     end(1, exit_code=3, error="of an earlier attempt")
-    made(run_command, run_dir.path)
-    assert "failed with" not in text_of(run_dir.path / "report.html")
+    assert "failed with" not in made(run_command, run_dir.path)
     end(2, exit_code=3, error="trainer: step 2: <loss>\n       log: trainer.log")
     run_dir.metrics.write_text("")
-    made(run_command, run_dir.path)
-    shown = text_of(run_dir.path / "report.html")
+    shown = made(run_command, run_dir.path)
     assert "<td>failed</td>" in shown and "no step is done, so there are no curves" in shown
     assert "<li>attempt 2 failed with exit code 3: trainer: step 2: &lt;loss&gt;</li>" in shown
     (run_dir.logs(2) / "events.jsonl").write_text("")
     end(2, exit_code=143)
-    made(run_command, run_dir.path)
-    assert "<td>stopped</td>" in text_of(run_dir.path / "report.html")
+    assert "<td>stopped</td>" in made(run_command, run_dir.path)
     run_dir.metrics.write_text("")
     (run_dir.logs(2) / "events.jsonl").write_text("")
     end(2, exit_code=5, error="\n")
-    made(run_command, run_dir.path)
-    assert "<li>attempt 2 failed with exit code 5</li>" in text_of(run_dir.path / "report.html")
+    assert "<li>attempt 2 failed with exit code 5</li>" in made(run_command, run_dir.path)
 
 
 def test_no_two_phases_have_one_colour() -> None:
@@ -202,8 +192,7 @@ def test_a_run_that_has_just_begun_has_a_page(run_command: RunCommand, tmp_path:
     for name in ("attempt_x", "attempt_7"):
         (run_dir.path / "logs" / name).mkdir(parents=True)
         (run_dir.path / "logs" / name / "events.jsonl").write_text('{"time": 1, "process": "trainer", "phase": "x"}\n')
-    made(run_command, run_dir.path)
-    shown = text_of(run_dir.path / "report.html")
+    shown = made(run_command, run_dir.path)
     assert "<td>running</td><td>0</td>" in shown and "settings are left out" in shown
     assert "attempts before 7 are not shown: their logs were removed" in shown and "<td>7</td>" in shown
 

@@ -1,7 +1,5 @@
 """Every built-in tracker, by its own library: each step once under one id, whenever a process is killed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -101,10 +99,8 @@ def test_evaluations_and_alerts_are_there_once_after_kills(tracker: str, home: P
     if tracker == "trackio":
         assert run.alerts(tracker) == [("alert", "entropy fell"), ("alert", "entropy fell"), ("warning", "a thing")]
     if tracker == "wandb":
-        assert run.alerts(tracker) == [
-            ("alert in run, step 3", "entropy fell"), ("alert in run, step 7", "entropy fell"),
-            ("warning in run, step 6", "a thing"),
-        ]  # fmt: skip
+        alerts = [(f"alert in run, step {step}", "entropy fell") for step in (3, 7)]
+        assert run.alerts(tracker) == [*alerts, ("warning in run, step 6", "a thing")]
 
 
 def _cursor(run: TrackedDirectory, tracker: str) -> dict[str, Any]:

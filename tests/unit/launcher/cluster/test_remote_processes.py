@@ -87,19 +87,16 @@ def test_the_reason_of_a_lost_connection_is_the_first_error_that_it_told(tmp_pat
 def test_a_directory_that_the_host_does_not_have_is_named(channel: PipeChannel, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no directory /nowhere \(No such file or directory\), from which"):
         channel.call("start", ["http.server"], str(tmp_path / "a.log"), {}, "/nowhere")
-    process = RemoteProcess(
-        channel, host="other", started=channel.post("start", ["http.server"], "a.log", {}, "/nowhere")
-    )
+    started = channel.post("start", ["http.server"], "a.log", {}, "/nowhere")
+    process = RemoteProcess(channel, host="other", started=started)
     with pytest.raises(ConfigError, match="has no directory /nowhere"):
         process.wait()
     assert process.wait() == ConfigError.exit_code and process.loss is None, "it is said once"
     process.kill()
     process.clear(HANG_S)
     assert process.loss is None, "the agent answers still"
-    assert channel.call("missing", [str(tmp_path), str(tmp_path / "no"), "/nowhere/at/all"]) == [
-        str(tmp_path / "no"),
-        "/nowhere/at/all",
-    ]
+    missing = [str(tmp_path / "no"), "/nowhere/at/all"]
+    assert channel.call("missing", [str(tmp_path), *missing]) == missing
     first = channel.call("reserve", 20000)
     assert channel.call("reserve", first) > first, "it is held"
 
@@ -194,22 +191,10 @@ def test_nobody_waits_for_a_frozen_agent_that_is_to_signal_and_kill(channel: Pip
     assert process.wait() in (-signal.SIGINT, 0, -signal.SIGKILL) and process.loss is None
 
 
-def test_a_frozen_agent_that_clears_is_lost(
-    channel: PipeChannel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    process = started(channel, tmp_path / "a.log")
-    os.kill(channel._process.pid, signal.SIGSTOP)
-    try:
-        monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.05)
-        process.clear(0.01)
-        assert process.loss == "other is lost: it does not answer" and process.returncode == -signal.SIGKILL
-    finally:
-        os.kill(channel._process.pid, signal.SIGCONT)
-
-
 @pytest.mark.usefixtures("restored_signals")
-def test_who_is_stopped_on_a_mute_host_is_lost(
-    channel: PipeChannel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("by_supervisor", [False, True], ids=["cleared", "stopped"])
+def test_who_is_cleared_or_stopped_on_a_mute_host_is_lost(
+    channel: PipeChannel, by_supervisor: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log = tmp_path / "a.log"
     process = started(channel, log)
@@ -217,9 +202,12 @@ def test_who_is_stopped_on_a_mute_host_is_lost(
     monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", 0.01)
     os.kill(channel._process.pid, signal.SIGSTOP)
     try:
-        with Supervisor() as supervisor:
-            supervisor.children.append(Child("other", process, log, False, SERVES, {}))
-            supervisor.stop(0.01)
-            assert process.returncode == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
+        if by_supervisor:
+            with Supervisor() as supervisor:
+                supervisor.children.append(Child("other", process, log, False, SERVES, {}))
+                supervisor.stop(0.01)
+        else:
+            process.clear(0.01)
+        assert process.returncode == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
     finally:
         os.kill(channel._process.pid, signal.SIGCONT)

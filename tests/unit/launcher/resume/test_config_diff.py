@@ -113,35 +113,23 @@ def test_the_fingerprint_follows_the_ends_of_all_schedules() -> None:
 
 
 def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
-    own = {"environments": ENVIRONMENTS}
-    base = OrchestratorConfig.model_validate(own)
-    for same in ({"max_steps": 7}, {"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}}):
-        assert makes_same_batches(base, OrchestratorConfig.model_validate(own | same))
+    def orchestrator(**settings: Any) -> OrchestratorConfig:
+        return OrchestratorConfig.model_validate({"environments": ENVIRONMENTS} | settings)
+
+    environment = {"id": "reverse_text", "timeout_s": 60.0}
+    places = ({"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}})
+    for same in ({"max_steps": 7}, {"environments": [environment]}, *places):
+        assert makes_same_batches(orchestrator(), orchestrator(**same)), same
     # What only says how long is waited, and for whom, makes no other batch.
     timeouts = ({"timeout_s": 9.0}, {"ready_timeout_s": 9.0}, {"urls": ["http://there:2"]}, {"max_concurrency": 7})
-    teacher: dict[str, Any] = {"urls": ["http://here:1"], "model": "m"}
-    taught = OrchestratorConfig.model_validate(own | {"teacher": teacher})
-    for changed in timeouts:
-        assert makes_same_batches(taught, OrchestratorConfig.model_validate(own | {"teacher": teacher | changed}))
-    assert makes_same_batches(
-        base, OrchestratorConfig.model_validate({"environments": [{"id": "reverse_text", "timeout_s": 60.0}]})
-    )
-    for other in (
-        {"teacher": teacher},
-        {"environments": [{"id": "reverse_text", "timeout_s": 60.0, "args": {"max_length": 9}}]},
-    ):
-        assert not makes_same_batches(base, OrchestratorConfig.model_validate(own | other))
-    assert not makes_same_batches(
-        taught, OrchestratorConfig.model_validate(own | {"teacher": teacher | {"model": "n"}})
-    )
-    for other in (
-        {"seed": 7},
-        {"group_size": 2},
-        {"sampling": {"temperature": 0.5}},
-        {"sampling": {"top_p": 0.9}},
-        {"async_level": 0},
-    ):
-        assert not makes_same_batches(base, OrchestratorConfig.model_validate(own | other))
+    teacher = {"urls": ["http://here:1"], "model": "m"}
+    for changed in (*timeouts, {"model": "n"}):
+        after = orchestrator(teacher=teacher | changed)
+        assert makes_same_batches(orchestrator(teacher=teacher), after) is ("model" not in changed), changed
+    samplings = ({"sampling": {"temperature": 0.5}}, {"sampling": {"top_p": 0.9}})
+    tasks = {"environments": [environment | {"args": {"max_length": 9}}]}
+    for other in ({"teacher": teacher}, tasks, {"seed": 7}, {"group_size": 2}, *samplings, {"async_level": 0}):
+        assert not makes_same_batches(orchestrator(), orchestrator(**other)), other
 
 
 def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -163,20 +151,19 @@ def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: P
         refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", what="it")
 
 
+_CRITIC = {"advantage": "gae", "critic": {}}
+
+
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ({}, {"advantage": "gae", "critic": {}}, "critic: unset -> set"),
-        ({"advantage": "gae", "critic": {}}, {}, "critic: set -> unset"),
+        ({}, _CRITIC, "critic: unset -> set"),
+        (_CRITIC, {}, "critic: set -> unset"),
         ({"ema": {}}, {}, "ema: set -> unset"),
         ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
         ({"kl": {"refresh_interval": 3}}, {"kl": {}}, "kl.refresh_interval: 3 -> unset"),
         ({}, {"optim": {"type": "muon"}}, "optim.type: 'adamw' -> 'muon'"),
-        (
-            {"advantage": "gae", "critic": {"optim": {"type": "muon"}}},
-            {"advantage": "gae", "critic": {}},
-            "critic.optim.type: 'muon' -> 'adamw'",
-        ),
+        (_CRITIC | {"critic": {"optim": {"type": "muon"}}}, _CRITIC, "critic.optim.type: 'muon' -> 'adamw'"),
         ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
     ],
 )
@@ -196,10 +183,6 @@ def test_parts_without_tensors_may_come_and_go() -> None:
     )
     refuse_other_tensors(settings_of(plain), parts, step=5)
     refuse_other_tensors(settings_of(parts), plain, step=5)
-    one, other = (
-        TrainerConfig.model_validate(
-            {"advantage": "gae", "critic": {"lam": lam}, "kl": {"refresh_interval": int(10 * lam)}}
-        )
-        for lam in (0.9, 1.0)
-    )
+    critics = (_CRITIC | {"critic": {"lam": lam}, "kl": {"refresh_interval": int(10 * lam)}} for lam in (0.9, 1.0))
+    one, other = map(TrainerConfig.model_validate, critics)
     refuse_other_tensors(settings_of(one), other, step=5)

@@ -7,14 +7,12 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast import cli
 from holdfast.config import RlConfig, SftConfig
 from holdfast.config.algorithm import KlConfig
 from holdfast.config.base import CkptConfig, ModelConfig
@@ -33,26 +31,16 @@ from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit
 from tests.builders.launches import start_rl
 from tests.builders.toy import MODEL, TOY
+from tests.unit.conftest import Command
 
 Sft = Callable[..., tuple[int, str, str]]
 STATE = {"orchestrator/orchestrator.json": "{}"}
 
 
 @pytest.fixture
-def sft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_root: Path, tmp_path: Path) -> Sft:
+def sft(run_command: Command, in_root: Path, tmp_path: Path) -> Sft:
     """Run `sft --dry-run` into tmp_path/new; return its exit code and what it printed."""
-
-    def command(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        flags = [*TOY["sft"], "--output-dir", tmp_path / "new", "--dry-run", *argv]
-        monkeypatch.setattr(sys, "argv", ["sft", *map(str, flags)])
-        with pytest.raises(SystemExit) as caught:
-            cli.sft()
-        printed = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, printed.out, printed.err
-
-    return command
+    return lambda *argv: run_command("sft", *TOY["sft"], "--output-dir", tmp_path / "new", "--dry-run", *argv)
 
 
 def config_of(run: RunDir, **ckpt: Any) -> SftConfig:
@@ -388,10 +376,8 @@ def test_else_the_last_attempt_is_compared(other: RunDir, capsys: pytest.Capture
     write_config(Attempt(other, 1, None), "sft", first, dry_run=False)
     changed = first.model_copy(update={"seed": 8})
     write_config(start(changed), "sft", changed, dry_run=False)
-    assert (
-        "sft: differs from the last attempt; changes what is computed from here on:\n  seed: 0 -> 8"
-        in capsys.readouterr().out
-    )
+    told = "sft: differs from the last attempt; changes what is computed from here on:\n  seed: 0 -> 8"
+    assert told in capsys.readouterr().out
 
 
 def test_another_architecture_is_refused(other: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
@@ -557,9 +543,8 @@ def test_a_heal_reads_one_step_once(killed: RunDir, store: dict[str, str], monke
     monkeypatch.setattr(manifest, "verify", noted)
     config = rl(killed, resume_step="auto", **store)
     attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
-    assert attempt.resume_step == 6 and [one for one in read if "checkpoints" in one[0].parts] == [
-        (killed.checkpoint(6), "full")
-    ]
+    assert attempt.resume_step == 6
+    assert [one for one in read if "checkpoints" in one[0].parts] == [(killed.checkpoint(6), "full")]
 
 
 def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journal_again(

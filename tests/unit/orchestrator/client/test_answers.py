@@ -15,7 +15,8 @@ import pytest
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 
-from holdfast.config.orchestrator import ClientConfig
+from holdfast.config.load import parse_command_line
+from holdfast.config.orchestrator import ClientConfig, OrchestratorConfig
 from holdfast.errors import ConfigError, DataError, InferenceError
 from holdfast.orchestrator.client import pool
 from holdfast.orchestrator.client.http import _RETRY_FAILING_S, Unavailable, load_vocab_size
@@ -66,8 +67,7 @@ def stop_inside(answer: dict[str, Any]) -> None:
     choice["token_ids"][0] = STOP_TOKEN
 
 
-def outer_version(answer: dict[str, Any]) -> None:
-    answer["version"] = 99
+_OTHER_REASON = {"stop": "length", "length": "stop"}
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,9 @@ def outer_version(answer: dict[str, Any]) -> None:
         (spans((0, 0), (-3, 0)), "versions holds {version: 0, start: -3, end: "),
         (whole("versions", lambda one: [one["versions"][0] | {"end": len(one["token_ids"]) + 5}]), "end: "),
         (whole("versions", lambda one: [one["versions"][0] | {"version": -1}]), "version: -1"),
-        (outer_version, "says that version 99 answered, and its choices are of version 0"),
+        (lambda answer: answer.update(version=99), "says that version 99 answered, and its choices are of version 0"),
         (whole("finish_reason", lambda one: "banana"), "finish_reason is 'banana', allowed are stop and length"),
-        (
-            whole("finish_reason", lambda one: {"stop": "length", "length": "stop"}[one["finish_reason"]]),
-            "finish_reason is '(stop|length)' a",
-        ),
+        (whole("finish_reason", lambda one: _OTHER_REASON[one["finish_reason"]]), "finish_reason is '(stop|length)' a"),
         (stop_inside, "stop tokens (are )?at [[]0"),
     ],
 )
@@ -165,9 +162,8 @@ def test_a_config_that_cannot_be_read_and_numbers_whose_sum_is_none(tmp_path: Pa
     with pytest.raises(DataError, match="config.json cannot be read: .*No such file"):
         vocab_size_in(tmp_path / "config.json")
     assert problem_of_logprobs("logprobs", [-1e308, -1e308]) is None
-    assert (
-        problem_of_logprobs("logprobs", [-1e308, math.nan]) == "logprobs holds nan, allowed are finite numbers up to 0"
-    )
+    said = problem_of_logprobs("logprobs", [-1e308, math.nan])
+    assert said == "logprobs holds nan, allowed are finite numbers up to 0"
 
 
 Intercept = Callable[[int], Response | None]
@@ -264,21 +260,18 @@ def bomb(count: int) -> Response:
     return Response(gzip.compress(bytes(1 << 26)), headers={"Content-Encoding": "gzip"})
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (endless, r"was answered with more than \d+ bytes, the most that a right answer can have"),
-        (bomb, "content encoding 'gzip', which was not asked for"),
-        (
-            lambda count: Response(b'{"boot_id": "\xff", "version": 0, "choices": []}'),
-            "gave an answer that is no GenerateResponse",
-        ),
-        (lambda count: Response(b'{"x": ' + b"[" * 50_000), "gave an answer that is no GenerateResponse"),
-        (lambda count: Response(b"\xff\xfe", status_code=400), "was answered 400: "),
-        (lambda count: Response(b'["too hot"]', status_code=400), r"was answered 400: \['too hot'\]"),
-    ],
-    ids=["endless", "bomb", "no text", "deep", "no text in an error", "a list"],
-)
+_NO_TEXT = b'{"boot_id": "\xff", "version": 0, "choices": []}'
+_MEANINGLESS: dict[str, tuple[Intercept, str]] = {
+    "endless": (endless, r"was answered with more than \d+ bytes, the most that a right answer can have"),
+    "bomb": (bomb, "content encoding 'gzip', which was not asked for"),
+    "no text": (lambda count: Response(_NO_TEXT), "gave an answer that is no GenerateResponse"),
+    "deep": (lambda count: Response(b'{"x": ' + b"[" * 50_000), "gave an answer that is no GenerateResponse"),
+    "no text in an error": (lambda count: Response(b"\xff\xfe", status_code=400), "was answered 400: "),
+    "a list": (lambda count: Response(b'["too hot"]', status_code=400), r"was answered 400: \['too hot'\]"),
+}
+
+
+@pytest.mark.parametrize(("answer", "said"), _MEANINGLESS.values(), ids=_MEANINGLESS)
 def test_an_answer_without_an_end_or_a_meaning_is_one_error(tmp_path: Path, answer: Intercept, said: str) -> None:
     with pytest.raises(InferenceError, match=said):
         run(tmp_path, answer)
@@ -292,14 +285,13 @@ def test_what_a_server_says_is_one_harmless_line(tmp_path: Path) -> None:
     assert re.search(r"answered 418: .x1b\[31mred.x1b\[0m.nINFO forged line", str(caught.value))
 
 
+_NO_SERVERS = ("127.0.0.1:8000", "http://", f"http://{'a' * 70}:1", "http://[::1", "http://host/ x")
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("127.0.0.1:8000", "must be the URL of a server"),
-        ("http://", "must be the URL of a server"),
-        (f"http://{'a' * 70}:1", "must be the URL of a server"),
-        ("http://[::1", "must be the URL of a server"),
-        ("http://host/ x", "must be the URL of a server"),
+        *((url, "must be the URL of a server") for url in _NO_SERVERS),
         ("http://host/?a=b", "without '[?]'"),
         ("http://user:S3CRET@host", "must not hold a user name or password"),
     ],
@@ -310,11 +302,7 @@ def test_urls_are_checked_before_anything_starts(url: str, said: str) -> None:
     assert ClientConfig(urls=["http://[::1]:8000", "https://host.name/behind/a/proxy"])
 
 
-def test_a_password_in_a_url_is_never_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    from holdfast.config.load import parse_command_line
-    from holdfast.config.orchestrator import OrchestratorConfig
-    from holdfast.errors import ConfigError
-
+def test_a_password_in_a_url_is_never_repeated() -> None:
     for scheme in ("http", "ftp"):
         flags = ["--client.urls", f'["{scheme}://user:S3CRET@host"]']
         with pytest.raises(ConfigError) as caught:

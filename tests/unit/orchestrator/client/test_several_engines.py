@@ -86,12 +86,8 @@ def test_the_engine_with_the_least_to_do_is_asked_but_for_a_prefix() -> None:
     home, other = (Engine(url, transport, key="client", ready_timeout_s=1) for url in ("home", "other"))
     engines, affinity = [home, other], Affinity()
     assert choose(engines, affinity) is home and affinity.engine is home
-    for at_home, at_other, chosen in [
-        (16, 0, home),  # not so many that it would matter
-        (17, 0, other),
-        (100, 80, home),  # many, but not many times as many
-        (100, 60, other),
-    ]:
+    # At home as many are waited for as would not matter, or as are not many times those of the other.
+    for at_home, at_other, chosen in [(16, 0, home), (17, 0, other), (100, 80, home), (100, 60, other)]:
         home.in_flight, other.in_flight, affinity.engine = at_home, at_other, home
         assert choose(engines, affinity) is chosen is affinity.engine
         assert choose(engines, Affinity()) is other
@@ -185,18 +181,16 @@ def test_engines_that_stay_away_end_the_run(tmp_path: Path, expected: object, mo
     assert warning["url"] == leaving.url and "continues without an inference server" in warning["phase"]
 
     engines = [LeavingEngine(leaves_at=2), LeavingEngine(leaves_at=2)]
-    with pytest.raises(
-        InferenceError, match=r"did not become ready within 0\.2 s \(client\.ready_timeout_s\)"
-    ) as ended:
+    said = r"did not become ready within 0\.2 s \(client\.ready_timeout_s\)"
+    with pytest.raises(InferenceError, match=said) as ended:
         rollouts_of(tmp_path / "none", *engines, client=impatient)
     assert ended.value.exit_code == 3
 
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
-    [("model", "another/model", "serves the model 'another/model'"),
-     ("owner", "another run", "owned by the run in node:/elsewhere")],
-)  # fmt: skip
+    [("model", "a/b", "serves the model 'a/b'"), ("owner", "another run", "owned by the run in node:/elsewhere")],
+)
 def test_an_engine_that_comes_and_is_another_ends_the_run(tmp_path: Path, field: str, value: str, reason: str) -> None:
     late, other = FakeEngine(is_away=True), FakeEngine()
 
@@ -321,15 +315,10 @@ def test_each_engine_gets_its_share_at_most_while_others_are_away() -> None:
     in_flight: list[int] = []
 
     async def ask_at_once(sizes: Sequence[int]) -> list[int]:
-        config = ClientConfig(urls=[away.url, there.url], max_concurrency=4)
-        async with InferenceClient(config) as client:
+        async with InferenceClient(ClientConfig(urls=[away.url, there.url], max_concurrency=4)) as client:
             there.on_generate = lambda _: in_flight.append(client.engines[1].in_flight)
-            asked = [
-                GenerateRequest(
-                    token_ids=[5], seeds=list(range(size)), max_tokens=3, stop_token_ids=[3], weights_digest="served"
-                )
-                for size in sizes
-            ]
+            fields: dict[str, Any] = {"max_tokens": 3, "stop_token_ids": [3], "weights_digest": "served"}
+            asked = [GenerateRequest(token_ids=[5], seeds=list(range(size)), **fields) for size in sizes]
             return [len(choices) for choices in await asyncio.gather(*map(client.generate, asked))]
 
     sizes = [2, 1, 1, 1, 3, 6, 2, 2, 2]

@@ -59,9 +59,8 @@ def test_a_teacher_judges_every_sampled_token(tmp_path: Path, policy: FakeEngine
     for rollout in judged:
         ids, found = rollout.token_ids.tolist(), rollout.reference_logprobs
         assert found is not None
-        assert found.tolist() == [
-            expected_logprob(ids, place) if rollout.loss_mask[place] else 0.0 for place in range(len(ids))
-        ]
+        judged_at = [expected_logprob(ids, place) if used else 0.0 for place, used in enumerate(rollout.loss_mask)]
+        assert found.tolist() == judged_at
     # What is sampled is what is sampled without a teacher.
     plain = journal.read_batch(RunDir(tmp_path / "plain"), 1).rollouts
     assert [rollout.token_ids for rollout in plain] == [rollout.token_ids for rollout in judged]

@@ -78,16 +78,9 @@ class Played:
         self.messages = [] if isinstance(task.prompt, str) else [{"role": "user", "content": "What is 1 + 2?"}]
         prompt = self.tokenizer.text_prompt(task.prompt) if isinstance(task.prompt, str) else self.rendered()
         self.session = scripted_session(
-            self.tokenizer,
-            prompt,
-            self.sampled,
-            asked=asked,
-            seq_len=seq_len,
-            task=task,
-            tool_use=self.tool_use,
-            keeps_history=config.history == "keep",
-            max_branches=config.max_branches,
-        )
+            self.tokenizer, prompt, self.sampled, asked=asked, seq_len=seq_len, task=task, tool_use=self.tool_use,
+            keeps_history=config.history == "keep", max_branches=config.max_branches,
+        )  # fmt: skip
         asyncio.run(environment.run(self.session, task))
         self.asked = [token_ids for token_ids, _, _ in asked]
 
@@ -108,7 +101,7 @@ def test_each_branch_is_what_the_template_writes_token_for_token() -> None:
     prompts = [
         played.rendered(),
         played.rendered(said(turns[0]), AGAIN),
-        [*played.rendered(said(turns[0]), AGAIN, said(turns[1]), AGAIN)],
+        played.rendered(said(turns[0]), AGAIN, said(turns[1]), AGAIN),
     ]
     assert played.asked == prompts, "the policy never sees anything else"
     session, sampled = played.session, played.sampled
@@ -218,20 +211,17 @@ _LINES_TEMPLATE = """{%- for message in messages %}
 
 def make_lines_tokenizer(directory: Path, *, template: str = _LINES_TEMPLATE) -> str:
     """Write a byte-level tokenizer whose turns end with a token other than its end-of-text token."""
-    backend = Backend(
-        models.BPE(vocab={char: n for n, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
-    )
+    vocab = {char: n for n, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
     backend.save(str(directory / "tokenizer.json"))
-    config = {
-        "eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"},
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    end = {"__type": "AddedToken", "content": "<|endoftext|>"}
+    config = {"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return str(directory)
 
 
@@ -303,9 +293,7 @@ def test_a_template_with_text_after_the_end_token(tmp_path: Path) -> None:
 
 
 def test_templates_that_cannot_be_used_say_so(tmp_path: Path) -> None:
-    refusing = (
-        "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}{{ messages[-1].content }}"
-    )
+    refusing = "{% if messages[2:] %}{{ raise_exception('one question only') }}{% endif %}{{ messages[-1].content }}"
     tokenizer = load_tokenizer(make_lines_tokenizer(tmp_path, template=refusing))
     with pytest.raises(DataError, match=r"refuses a chat of \[user, assistant, user\]: one question only"):
         tokenizer.continuation([Message("user", "again")], last_token_id=0)

@@ -135,6 +135,9 @@ def test_task_seeds_are_stable_63_bit_numbers() -> None:
     assert one.fresh().random().random() == one.random().random() != one.random().random()
 
 
+_ROW = {"prompt": "q", "answer": "a"}
+
+
 def write_rows(path: Path, *rows: Any) -> Path:
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return path
@@ -163,10 +166,7 @@ def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (
-            [{"prompt": "q", "answer": "a"}, {"promt": "q", "answer": "a"}],
-            "rows.jsonl:2 has no column 'prompt'.*'promt'",
-        ),
+        ([_ROW, {"promt": "q", "answer": "a"}], "rows.jsonl:2 has no column 'prompt'.*'promt'"),
         ([{"prompt": "q", "answr": "a", "id": 1}], "Columns there: prompt, answr, id"),
         (["{not json}"], "rows.jsonl:1 is not JSON"),
         ([{"prompt": "a", "answer": "b", "tools": [{"name": "f"}]}], "rows.jsonl:1 has `tools`, which prompts of rl"),
@@ -241,27 +241,22 @@ def test_lcs_equals_the_dynamic_program(first: str, second: str) -> None:
     assert lcs_length(first, second) == slow_lcs_length(first, second)
 
 
-@pytest.mark.parametrize(
-    ("scorer", "completion", "answer", "reward"),
-    [
-        ("exact", " 42\n", "42", 1.0),
-        ("exact", "the 42", "42", 0.0),
-        ("contains", "it is 42.", "42", 1.0),
-        ("contains", "it is 43.", "42", 0.0),
-        ("number", "6 x 7 is 42.0, surely", "42", 1.0),
-        ("number", "42, no: 1,234.5", "1234.5", 1.0),
-        ("number", "from 42 to 43", "42", 0.0),
-        ("number", "no idea", "42", 0.0),
-        ("number", "-3", "-3", 1.0),
-        ("number", "+12,345,678,901,234,567,890.0", "12345678901234567890", 1.0),
-        ("number", "12345678901234567891", "12345678901234567890", 0.0),
-        ("number", "9" * 10_000, "9" * 10_000, 1.0),
-        ("lcs", "ab", "abcd", 0.5),
-        ("lcs", "", "abcd", 0.0),
-        ("lcs", "", "", 1.0),
+_SCORED = {
+    "exact": [(" 42\n", "42", 1.0), ("the 42", "42", 0.0)],
+    "contains": [("it is 42.", "42", 1.0), ("it is 43.", "42", 0.0)],
+    "number": [
+        *[("6 x 7 is 42.0, surely", "42", 1.0), ("42, no: 1,234.5", "1234.5", 1.0), ("from 42 to 43", "42", 0.0)],
+        *[("no idea", "42", 0.0), ("-3", "-3", 1.0), ("9" * 10_000, "9" * 10_000, 1.0)],
+        ("+12,345,678,901,234,567,890.0", "12345678901234567890", 1.0),
+        ("12345678901234567891", "12345678901234567890", 0.0),
     ],
-)
-def test_scorers(scorer: str, completion: str, answer: str, reward: float) -> None:
+    "lcs": [("ab", "abcd", 0.5), ("", "abcd", 0.0), ("", "", 1.0)],
+}
+
+
+@pytest.mark.parametrize(("scorer", "row"), [(name, row) for name, rows in _SCORED.items() for row in rows])
+def test_scorers(scorer: str, row: tuple[str, str, float]) -> None:
+    completion, answer, reward = row
     assert SCORERS[scorer](completion, answer) == reward
 
 

@@ -487,9 +487,8 @@ def test_a_task_of_its_own_cannot_end_the_process_in_silence(tmp_path: Path) -> 
 def test_a_call_that_waits_too_long_is_named_with_its_place(tmp_path: Path) -> None:
     """The time with the engine does not count: the deadline of 1 s."""
     engine = FakeEngine(on_generate=lambda count: time.sleep(1.2) if count == 1 else None)
-    with pytest.raises(
-        EnvironmentFailure, match=rf"run\(\) took longer than 1 s \(timeout_s\), at {line_of('Event().wait()')}"
-    ):
+    said = rf"run\(\) took longer than 1 s \(timeout_s\), at {line_of('Event().wait()')}"
+    with pytest.raises(EnvironmentFailure, match=said):
         run(tmp_path, Waits, engine=engine, timeout_s=1)
 
 
@@ -499,10 +498,8 @@ def test_a_call_is_not_named_for_what_its_own_task_blocks(tmp_path: Path, caplog
     async def watched() -> None:
         engine = FakeEngine()
         with serving(engine), FakeTrainer(RunDir(tmp_path), start=0, max_steps=1), watching_calls(named_after_s=0.2):
-            environments = section(Apart)
-            await orchestrate(
-                make_config(tmp_path, engine, environments=environments, max_steps=1, problems_per_step=1)
-            )
+            asked = {"environments": section(Apart), "max_steps": 1, "problems_per_step": 1}
+            await orchestrate(make_config(tmp_path, engine, **asked))
 
     asyncio.run(watched())
     assert RunDir(tmp_path).published_batches() == [1] and "blocks all others" not in caplog.text
@@ -525,9 +522,8 @@ def test_the_clock_of_a_call_stands_still_until_its_last_session_was_sampled(tmp
 def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Environment], method: str, line: str) -> None:
     """Nothing else runs in that process: no deadline of asyncio can end it."""
     engine = FakeEngine()
-    prelude = "from holdfast.orchestrator.env import guard\n"
-    prelude += "guard._BENEFIT_OF_DOUBT_S = 0"
-    prelude += "\nguard.watching_calls.__wrapped__.__kwdefaults__['named_after_s'] = 1"
+    told = "guard._BENEFIT_OF_DOUBT_S = 0\nguard.watching_calls.__wrapped__.__kwdefaults__['named_after_s'] = 1"
+    prelude = f"from holdfast.orchestrator.env import guard\n{told}"
     publish_weights(RunDir(tmp_path), 0, b"zero")
     with serving(engine):
         config = make_config(tmp_path, engine, environments=section(kind, timeout_s=2), max_steps=1)

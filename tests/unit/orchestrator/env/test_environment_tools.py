@@ -126,14 +126,10 @@ def play(
     task = environment.make_task(TaskSeed(0, "adds", 0))
     assert not isinstance(task.prompt, str)
     session = scripted_session(
-        tokenizer,
-        tokenizer.prompt(task.prompt, tools=tool_use.schemas if tool_use else None),
+        tokenizer, tokenizer.prompt(task.prompt, tools=tool_use.schemas if tool_use else None),
         [[*tokenizer.encode_after(turn), *tokenizer.encode(end)] for turn in turns],
-        seq_len=seq_len,
-        task=task,
-        tool_use=tool_use,
-        keeps_history=config.history == "keep",
-    )
+        seq_len=seq_len, task=task, tool_use=tool_use, keeps_history=config.history == "keep",
+    )  # fmt: skip
     asyncio.run(environment.run(session, task))
     return session
 

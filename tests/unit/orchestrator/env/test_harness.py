@@ -22,18 +22,9 @@ from tests.runs.harness_environments import ask
 
 _Play = Callable[[Endpoint], Awaitable[Any]]
 USER = {"role": "user", "content": "ab"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
-            "required": ["a"],
-        },
-    },
-}
+_PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": _PARAMETERS}}
 
 
 class Scripted(HarnessEnvironment):
@@ -44,7 +35,8 @@ class Scripted(HarnessEnvironment):
         return Task(prompt="")
 
     async def play(self, endpoint: Endpoint, task: Task) -> Any:
-        return await self._script(endpoint)
+        found = await self._script(endpoint)
+        return 1.0 if found is None else found
 
 
 @cache
@@ -109,7 +101,7 @@ def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None
         "no form that is known": {"tools": [TOOL]},
     }
 
-    async def script(endpoint: Endpoint) -> float:
+    async def script(endpoint: Endpoint) -> None:
         for told, more in {**refused, **unreadable}.items():
             said = await ask(endpoint, USER, **more)
             assert told in said["error"]["message"], said
@@ -127,7 +119,6 @@ def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None
             models = await client.get(f"{endpoint.base_url}/models", headers=key)
             assert [one["id"] for one in models.json()["data"]] == [MODEL]
         await ask(endpoint, USER)
-        return 1.0
 
     session = session_of(["ba<|end|>"])
     play(session, script)
@@ -140,7 +131,7 @@ def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None
 
 
 def test_a_rollout_is_one_conversation() -> None:
-    async def script(endpoint: Endpoint) -> float:
+    async def script(endpoint: Endpoint) -> None:
         first = await ask(endpoint, USER)
         more = {"role": "user", "content": "d"}
         for chat in ([USER], [more, first, more], [USER, {**first, "content": "other"}, more], [USER, first]):
@@ -149,7 +140,6 @@ def test_a_rollout_is_one_conversation() -> None:
         said = await ask(endpoint, USER, first, more, tools=[TOOL])
         assert "the tools differ" in said["error"]["message"]
         await ask(endpoint, USER, first, more)
-        return 1.0
 
     session = session_of(["ba<|end|>", "c<|end|>"])
     play(session, script)
@@ -164,7 +154,7 @@ def test_two_requests_at_once_are_refused_and_a_repeated_one_is_answered_once() 
         is_sampling.set()
         await let.wait()
 
-    async def script(endpoint: Endpoint) -> float:
+    async def script(endpoint: Endpoint) -> None:
         going = asyncio.create_task(ask(endpoint, USER))
         await is_sampling.wait()
         said = await ask(endpoint, USER)
@@ -179,7 +169,6 @@ def test_two_requests_at_once_are_refused_and_a_repeated_one_is_answered_once() 
             sent = json.dumps({"model": endpoint.model, "messages": [USER]}, separators=(",", ":")).encode()
             again = [(await client.post(path, content=sent)).json() for _ in range(2)]
         assert [one["choices"][0]["message"] for one in again] == [first, first]
-        return 1.0
 
     session = session_of(["ba<|end|>"], before=before)
     play(session, script)
@@ -195,7 +184,7 @@ def test_a_harness_that_begins_again_gets_the_same_answers() -> None:
             is_sampling.set()
             await let.wait()
 
-    async def script(endpoint: Endpoint) -> float:
+    async def script(endpoint: Endpoint) -> None:
         assert not endpoint.is_full
         more = {"role": "user", "content": "d"}
         first = await ask(endpoint, USER)
@@ -210,7 +199,6 @@ def test_a_harness_that_begins_again_gets_the_same_answers() -> None:
         said = await ask(endpoint, more)
         assert "request 1 differs from that before the harness was started again" in said["error"]["message"]
         await ask(endpoint, USER, first, more, second, more)
-        return 1.0
 
     session = session_of(["ba<|end|>", "c<|end|>", "d<|end|>"], before=before)
     play(session, script)
@@ -220,12 +208,11 @@ def test_a_harness_that_begins_again_gets_the_same_answers() -> None:
 def test_nothing_is_answered_after_the_end() -> None:
     kept: list[Endpoint] = []
 
-    async def first(endpoint: Endpoint) -> float:
+    async def first(endpoint: Endpoint) -> None:
         kept.append(endpoint)
         await ask(endpoint, USER)
-        return 1.0
 
-    async def second(endpoint: Endpoint) -> float:
+    async def second(endpoint: Endpoint) -> None:
         said = await ask(kept[0], USER)
         assert "its rollout has ended" in said["error"]["message"]
         return await first(endpoint)
@@ -246,11 +233,10 @@ def test_what_is_left_behind_fails_the_rollout() -> None:
             is_sampling.set()
             await asyncio.Event().wait()
 
-    async def script(endpoint: Endpoint) -> float:
+    async def script(endpoint: Endpoint) -> None:
         reply = await ask(endpoint, USER)
         left.append(asyncio.create_task(ask(endpoint, USER, reply, USER)))
         await is_sampling.wait()
-        return 1.0
 
     left: list[asyncio.Task[Any]] = []
     session = session_of(["ba<|end|>", "c<|end|>"], before=before)
@@ -296,12 +282,10 @@ def test_engines_that_fail_are_told_as_such() -> None:
     async def before(turn: int) -> None:
         raise InferenceError("no engine")
 
-    async def script(endpoint: Endpoint) -> float:
+    async def script(endpoint: Endpoint) -> None:
         said = await ask(endpoint, USER)
-        assert said["error"] == {
-            "message": "the policy cannot be sampled: no engine", "type": "server_error", "param": None, "code": None,
-        }  # fmt: skip
-        return 1.0
+        told = {"message": "the policy cannot be sampled: no engine", "type": "server_error"}
+        assert said["error"] == told | {"param": None, "code": None}
 
     with pytest.raises(RuntimeError, match="play\\(\\) returned without a request that was answered"):
         play(session_of([], before=before), script)
@@ -324,7 +308,7 @@ def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None
     turns = [f"{CALLS[template]}{end}", f"3{end}"]
     result = {"role": "tool", "content": "3", "tool_call_id": "t00010001", "name": "add"}
 
-    async def script(endpoint: Endpoint) -> float:
+    async def script(endpoint: Endpoint) -> None:
         reply = await ask(endpoint, USER, tools=[TOOL])
         [call] = reply["tool_calls"]
         assert call["id"] == "t00010001" and call["function"]["name"] == "add"
@@ -333,7 +317,6 @@ def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None
         call["function"]["arguments"] = json.dumps({"b": "2", "a": 1}, indent=1)  # as clients write it again
         last = await ask(endpoint, USER, {**reply, "content": reply["content"] or ""}, result, tools=[TOOL])
         assert (last["content"], last.get("tool_calls")) == ("3", None)
-        return 1.0
 
     session = session_of(turns, tokenizer=tokenizer)
     play(session, script)
@@ -342,23 +325,21 @@ def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None
     message = tool_message("3", name="add", turn=1, number=1)
     more = tokenizer.continuation([message], last_token_id=first[-1], tools=[TOOL])
     assert session.token_ids.tolist() == [*prompt, *first, *more, *last]
-    assert session.loss_mask.tolist() == [False] * len(prompt) + [True] * len(first) + [False] * len(more) + [
-        True
-    ] * len(last)
+    parts = ((prompt, False), (first, True), (more, False), (last, True))
+    assert session.loss_mask.tolist() == [used for part, used in parts for _ in part]
 
 
 def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_split_the_conversation() -> None:
     tokenizer = make_chat_tokenizer("llama 3", tool_templates()["qwen3"], adds_bos=True)
     turns = ["<tool_call>\n{add\n</tool_call><|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>", "on<|im_end|>"]
 
-    async def script(endpoint: Endpoint) -> float:
+    async def script(endpoint: Endpoint) -> None:
         reply = await ask(endpoint, USER, tools=[TOOL])
         assert "tool_calls" not in reply and "{add" in reply["content"]
         chat = [USER, reply, {"role": "user", "content": "Think."}]
         chat.append(await ask(endpoint, *chat, tools=[TOOL]))
         last = await ask(endpoint, *chat, {"role": "user", "content": "Go on."}, tools=[TOOL])
         assert last["content"] == "on"
-        return 1.0
 
     session = session_of(turns, tokenizer=tokenizer)
     play(session, script, parser="hermes")

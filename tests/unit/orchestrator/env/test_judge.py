@@ -63,9 +63,8 @@ def test_words_may_be_verdicts() -> None:
 
 
 def test_a_reply_without_a_score_is_a_failure_that_says_what_was_expected() -> None:
-    with pytest.raises(
-        JudgeFailure, match=r"judge 'm' gave a reply in which there is not a number from 0 to 10: huh\."
-    ):
+    said = r"judge 'm' gave a reply in which there is not a number from 0 to 10: huh\."
+    with pytest.raises(JudgeFailure, match=said):
         judge_of(max_score=10.0).read(ChatReply("huh", "stop"))
     with pytest.raises(JudgeFailure, match=r"a reply longer than max_tokens = 256 .* not one of yes, no: y") as caught:
         judge_of(verdicts={"yes": 1.0, "no": 0.0}).read(ChatReply("y", "length"))
@@ -84,10 +83,8 @@ def test_a_request_is_what_was_asked_and_nothing_of_it_is_replaced_twice() -> No
     assert (body["temperature"], body["max_tokens"], body["model"], body["a"]) == (0, 256, "m", 1)
     assert request.url == f"{URL}/chat/completions"
     # What decides the reply is the key, and nothing else.
-    assert (
-        judge_of(timeout_s=1.0, max_concurrency=2).request({"completion": "a"}).key
-        == judge_of().request({"completion": "a"}).key
-    )
+    patient = judge_of(timeout_s=1.0, max_concurrency=2).request({"completion": "a"})
+    assert patient.key == judge_of().request({"completion": "a"}).key
     others = [judge_of(model="n"), judge_of(max_tokens=1), judge_of(url=f"{URL}2"), judge_of(extra_body={"seed": 1})]
     assert len({one.request({"completion": "a"}).key for one in [judge_of(), *others]}) == 5
 
@@ -110,17 +107,14 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
     assert "secret" not in str(caught.value)
 
 
-def test_a_missing_key_and_an_unknown_field_are_told_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_key_and_an_unknown_field_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"the environment variable JUDGE_KEY \(api_key_env\) is not set"):
         judge_of(api_key_env="JUDGE_KEY")
     monkeypatch.setenv("JUDGE_KEY", "k")
     config = JudgeConfig(url=URL, model="m", prompt="{complet}", api_key_env="JUDGE_KEY")
-    with pytest.raises(
-        ConfigError, match=r"has \{complet\}, which is not a field. Did you mean 'completion'\? Fields: com"
-    ):
+    said = r"has \{complet\}, which is not a field. Did you mean 'completion'\? Fields: com"
+    with pytest.raises(ConfigError, match=said):
         Judge(config, fields=["completion"])
 
 

@@ -138,32 +138,32 @@ def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> 
     tool_use = tool_use_of(Asks(), settings_of(paged), tokenizer)
     assert tool_use is not None
     texts = {"text": "3", "number": "3", "other": "x"}
-    found = arguments_of(
-        ToolCall("echo", texts, has_texts=True), tool_use.tools["echo"].schema["function"]["parameters"]
-    )
+    parameters = tool_use.tools["echo"].schema["function"]["parameters"]
+    found = arguments_of(ToolCall("echo", texts, has_texts=True), parameters)
     assert found == {"text": "3", "number": 3, "other": "x"}
 
 
-def test_a_server_that_cannot_be_started_again_is_told_to_the_policy(tmp_path: Path) -> None:
+@pytest.fixture
+def server(tmp_path: Path) -> tuple[dict[str, Any], Path]:
+    """Return the settings of a server, and its script."""
     script = tmp_path / "server.py"
     script.write_text(Path(STDIO["args"][0]).read_text())
-    server = {"command": sys.executable, "args": [str(script)]}
+    return {"command": sys.executable, "args": [str(script)]}, script
+
+
+def test_a_server_that_cannot_be_started_again_is_told_to_the_policy(server: tuple[dict[str, Any], Path]) -> None:
     said = [call("add", a=1), call("add", a=2), "done"]
-    [session] = asyncio.run(play(settings_of(server), said, before=script.unlink))
+    [session] = asyncio.run(play(settings_of(server[0]), said, before=server[1].unlink))
     assert all(text.startswith("error: mcp_servers.s0 could not be reached: ") for text in answers(session))
     assert session.tool_counts["failed/server"] == 2
 
 
 @pytest.mark.launch
-def test_a_rollout_that_ends_while_its_server_starts_leaves_none(tmp_path: Path) -> None:
-    script = tmp_path / "server.py"
-    script.write_text(Path(STDIO["args"][0]).read_text())
-    server = {"command": sys.executable, "args": [str(script)]}
-    hangs = "import time\ntime.sleep(100000)\n"
+def test_a_rollout_that_ends_while_its_server_starts_leaves_none(server: tuple[dict[str, Any], Path]) -> None:
+    settings, script = settings_of(server[0], timeout_s=1.0), server[1]
+    hang = lambda: script.write_text("import time\ntime.sleep(100000)\n")  # noqa: E731
     with pytest.raises(EnvironmentFailure, match=r"run\(\) took longer than 1 s"):
-        asyncio.run(
-            play(settings_of(server, timeout_s=1.0), [call("add", a=1)], before=lambda: script.write_text(hangs))
-        )
+        asyncio.run(play(settings, [call("add", a=1)], before=hang))
     assert not [one for one in psutil.Process().children(recursive=True) if str(script) in command_line(one)]
 
 
@@ -262,11 +262,10 @@ def test_a_harness_and_servers_are_refused() -> None:
         find_environment(section, key="environments[0]")
 
 
-def test_a_template_without_tools_is_refused_also_for_those_of_servers(tmp_path: Path) -> None:
+def test_a_template_without_tools_is_refused_also_for_those_of_servers() -> None:
     model = str(ROOT / "examples" / "reverse_text" / "model")
-    section = settings_of(STDIO)
     with pytest.raises(ConfigError, match="the chat template of .* writes calls of tools in no form"):
-        check_tools({"asks": Asks()}, [section], tokenizer_name=model)
+        check_tools({"asks": Asks()}, [settings_of(STDIO)], tokenizer_name=model)
 
 
 @pytest.mark.launch

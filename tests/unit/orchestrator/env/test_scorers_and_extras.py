@@ -75,9 +75,8 @@ def test_mathematics_counts_by_its_value(questions: Path) -> None:
     assert [score.reward for score in scores(environment, task, *answers)] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     # By another event loop, and with marks of its own.
     marked = Task(prompt="", answer="The answer is \\boxed{1,234}")
-    assert scores(environment, marked, "1234", "34") == [
-        Score(1.0, {"math_verify": 1.0}), Score(0.0, {"math_verify": 0.0})
-    ]  # fmt: skip
+    expected = [Score(1.0, {"math_verify": 1.0}), Score(0.0, {"math_verify": 0.0})]
+    assert scores(environment, marked, "1234", "34") == expected
     with pytest.raises(EnvironmentFailure, match="the right answer '!' is not a formula or number"):
         scores(environment, Task(prompt="", answer="!"), "1")
 
@@ -159,9 +158,8 @@ def test_a_missing_extra_says_what_installs_it(
     monkeypatch.setitem(sys.modules, module, None)
     if name == "jsonl":
         args = {**args, "path": str(questions)}
-    with pytest.raises(
-        ConfigError, match=f"needs the extra '{extra}', which is not installed: `uv sync --inexact --extra {extra}`"
-    ):
+    said = f"needs the extra '{extra}', which is not installed: `uv sync --inexact --extra {extra}`"
+    with pytest.raises(ConfigError, match=said):
         load(name, **args)
 
 
@@ -190,9 +188,8 @@ class TestReasoningGym:
         assert repr(tasks) == repr([again.make_task(seed) for seed in reversed(seeds)][::-1])
         assert len({task.answer for task in tasks}) > 1
         for task in tasks:
-            right, tagged, wrong = scores(
-                environment, task, task.answer, f"I think\n<answer>{task.answer}</answer>!", "no idea"
-            )
+            said = f"I think\n<answer>{task.answer}</answer>!"
+            right, tagged, wrong = scores(environment, task, task.answer, said, "no idea")
             assert right.reward == tagged.reward == 1.0 > wrong.reward
             assert (right.metrics["exact"], wrong.metrics["exact"]) == (1.0, 0.0)
 
@@ -203,12 +200,8 @@ class TestReasoningGym:
         assert len({*drawn, *held_out}) == 400
 
     def test_settings_reach_the_generator_and_the_prompt(self) -> None:
-        environment = load(
-            GENERATED,
-            generator="leg_counting",
-            settings={"min_animals": 2, "max_animals": 2},
-            system_prompt="Be short.",
-        )
+        settings = {"min_animals": 2, "max_animals": 2}
+        environment = load(GENERATED, generator="leg_counting", settings=settings, system_prompt="Be short.")
         task = environment.make_task(TaskSeed(0, "env", 0))
         system, question = task.prompt
         assert system == Message("system", "Be short.")

@@ -28,12 +28,8 @@ STEPS = 3
 
 def args_of(faults: dict[str, str], marks: Path, *, num_letters: int = 10) -> dict[str, Any]:
     """Return the settings of an environment with as many tasks as three steps ask."""
-    harness = {"id": "reversing", "faults": faults, "marks": str(marks)}
-    return {
-        "python": VERIFIERS_PYTHON,
-        "taskset": {"num_letters": num_letters},
-        "agent": {"harness": harness, "runtime": {"type": "subprocess"}},
-    }
+    agent = {"harness": {"id": "reversing", "faults": faults, "marks": str(marks)}, "runtime": {"type": "subprocess"}}
+    return {"python": VERIFIERS_PYTHON, "taskset": {"num_letters": num_letters}, "agent": agent}
 
 
 def orchestrated(directory: Path, faults: dict[str, str] | None = None, **section: Any) -> list[Batch]:

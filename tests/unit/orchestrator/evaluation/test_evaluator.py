@@ -69,16 +69,10 @@ LETTERS = {"id": f"{__name__}:Letters", "name": "letters"}
 
 def config_of(directory: Path, engine: FakeEngine, **changes: Any) -> EvaluateConfig:
     """Return a small evaluation of what `engine` serves."""
-    values: dict[str, Any] = {
-        "output_dir": directory,
-        "model": {"name": MODEL},
-        "environments": [LETTERS, {"id": "reverse_text"}],
-        "num_tasks": 6,
-        "samples_per_task": 4,
-        "sampling": {"max_tokens": 24},
-        "seq_len": 128,
-    }
-    config = EvaluateConfig.model_validate(values | changes)
+    sizes = {"num_tasks": 6, "samples_per_task": 4, "sampling": {"max_tokens": 24}, "seq_len": 128}
+    policy = {"output_dir": directory, "model": {"name": MODEL}}
+    environments = {"environments": [LETTERS, {"id": "reverse_text"}]}
+    config = EvaluateConfig.model_validate(policy | environments | sizes | changes)
     config.inference.model.name = MODEL
     config.inference.server.port = int(engine.url.rsplit(":", 1)[1])
     return config
@@ -112,9 +106,8 @@ def test_every_rollout_is_kept_and_counted(tmp_path: Path) -> None:
     assert again == summary
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_bytes().splitlines()]
     keys = [(line["environment"], line["task"], line.get("sample", 0)) for line in lines]
-    assert sorted(keys) == [
-        (name, task, sample) for name in ("letters", "reverse_text") for task in range(6) for sample in range(4)
-    ]
+    names = ("letters", "reverse_text")
+    assert sorted(keys) == [(name, task, sample) for name in names for task in range(6) for sample in range(4)]
     letters = [line for line in lines if line["environment"] == "letters"]
     assert all([turn["sampled"] for turn in line["turns"]] == [False, True, False, True] for line in letters)
     found = summary.environments["letters"]
@@ -203,9 +196,8 @@ def test_another_policy_and_other_tasks_get_no_line_there(tmp_path: Path, monkey
         (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
         changed = config_of(tmp_path, engine)
         changed.inference.model.tokenizer = str(other)
-        with pytest.raises(
-            ConfigError, match=r"holds another evaluation \(policy.tokenizer: \"\w+\" there, \"\w+\" he"
-        ):
+        said = r"holds another evaluation \(policy.tokenizer: \"\w+\" there, \"\w+\" he"
+        with pytest.raises(ConfigError, match=said):
             asyncio.run(main.run(changed))
         changed = config_of(tmp_path, engine)
         changed.inference.model.fp32_lm_head = True
@@ -230,9 +222,8 @@ def test_another_policy_and_other_tasks_get_no_line_there(tmp_path: Path, monkey
         engine.model = MODEL
         changed = config_of(tmp_path, engine)
         changed.inference.engine.args = {"quantization": "fp8"}
-        with pytest.raises(
-            ConfigError, match=r"another evaluation \(policy.engine.quantization: unset there, \"fp8\" h"
-        ):
+        said = r"another evaluation \(policy.engine.quantization: unset there, \"fp8\" h"
+        with pytest.raises(ConfigError, match=said):
             asyncio.run(main.run(changed))
         with monkeypatch.context() as patched:
             patched.setattr(evaluator, "library_versions", lambda: library_versions() | {"torch": "another"})
@@ -383,9 +374,8 @@ def test_an_environment_of_an_evaluation_is_sampled_as_it_says(tmp_path: Path) -
 
 def test_of_the_environments_of_training_an_evaluation_takes_what_says_how_long_answers_may_be() -> None:
     pools = CurriculumConfig(levels=[{}, {}], advance_reward=1.0)
-    plain = EnvironmentConfig(
-        id="a", curriculum=pools, group_size=3, seq_len=90, sampling=EnvironmentSamplingConfig(temperature=0.5)
-    )
+    sampling = EnvironmentSamplingConfig(temperature=0.5)
+    plain = EnvironmentConfig(id="a", curriculum=pools, group_size=3, seq_len=90, sampling=sampling)
     short = EnvironmentConfig(id="b", sampling=EnvironmentSamplingConfig(temperature=0.5, max_tokens=7))
     found = held_out_sections([plain, short], seq_len=80, takes_max_tokens=True)
     own = EnvironmentSamplingConfig(max_tokens=7)
@@ -421,22 +411,18 @@ NAME = "eval/reverse_text/avg@2"
 
 def metrics_of(run_dir: RunDir) -> dict[int, dict[str, float]]:
     """The numbers of evaluations, by the batch that they came with."""
-    found = {step: journal.read_batch(run_dir, step).metrics for step in STEPS}
-    chosen = {
-        step: {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        for step, metrics in found.items()
-    }
-    return {step: metrics for step, metrics in chosen.items() if metrics}
+    found = {}
+    for step in STEPS:
+        metrics = journal.read_batch(run_dir, step).metrics.items()
+        if chosen := {name: value for name, value in metrics if name.startswith("eval/")}:
+            found[step] = chosen
+    return found
 
 
 def held_out(engine: FakeEngine, config: OrchestratorConfig) -> list[tuple[tuple[int, ...], int]]:
     """Every prompt with a seed that was asked for a group of the size of an evaluation's."""
-    return [
-        (tuple(body["token_ids"]), seed)
-        for body in engine.requests
-        for seed in body["seeds"]
-        if len(body["seeds"]) != config.group_size
-    ]
+    bodies = [body for body in engine.requests if len(body["seeds"]) != config.group_size]
+    return [(tuple(body["token_ids"]), seed) for body in bodies for seed in body["seeds"]]
 
 
 def test_every_other_version_is_evaluated_once_and_training_is_as_without(tmp_path: Path) -> None:
