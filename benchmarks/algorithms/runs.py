@@ -92,7 +92,7 @@ def _measure_dpo(run_dir: Path, seed: int, settings: Settings) -> dict[int, dict
         # One step of `rl`: its batch is sampled by the weights that it starts from.
         flags = ["--max-steps", "1", "--orchestrator.problems-per-step", str(_DPO_PROBLEMS)]
         if step:
-            flags += ["--ckpt.weights-only", str(RunDir(run_dir).checkpoint(step))]
+            flags += ["--ckpt.init-from", str(RunDir(run_dir).checkpoint(step))]
         judged = _chosen(_run_rl(run_dir / "judged" / f"step_{step}", seed, settings, flags))[1]
         of_training = training.get(step, {})
         points[step] = {name: judged[name] for name in judged if name not in ("loss", "grad_norm")}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast.config.algorithm import CriticConfig
-from holdfast.config.base import ADVANTAGES
+from holdfast.config.named_algorithms import ADVANTAGES
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.rl.assign_advantages import (
     add_distillation,

@@ -39,7 +39,7 @@ _STARTS_OF = {"subprocess.run", "subprocess.call", "multiprocessing.Process", "m
 HERE = "test_every_process.py::test_a_process_that_is_killed_costs_nothing_or_a_message"
 PLACES: dict[str, str | tuple[str, ...]] = {
     # Those that play.
-    "orchestrator/workers.py _Running._begin": HERE,
+    "orchestrator/group_players.py _Running._begin": HERE,
     "orchestrator/worker.py _end_group_with_this_process":
         "test_workers.py::test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestrator",
     "orchestrator/env/math_answers.py MathAnswers._ask": HERE,
@@ -111,7 +111,7 @@ def test_every_place_that_starts_a_process_has_tests_that_kill_it() -> None:
 
 
 async def _again(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Do what `orchestrator.workers.GroupPlayer` does: a process that was killed is no result."""
+    """Do what `orchestrator.group_players.GroupPlayer` does: a process that was killed is no result."""
     try:
         return await ask()
     except ProcessKilled:

@@ -21,7 +21,7 @@ import tomli_w
 
 from holdfast.config import InferenceConfig
 from holdfast.launcher.failures import engine_failure
-from holdfast.launcher.supervise import error_message
+from holdfast.launcher.supervisor import error_message
 from holdfast.process.heartbeat import HEARTBEAT_ENV, read_beat
 from holdfast.process.scratch import remove_abandoned
 from tests.conftest import ModelFactory

@@ -162,7 +162,7 @@ DATA = [
 ]  # fmt: skip
 MODELS = [
     _model("an adapter", _without("config.json", then=_adapter), "an adapter for Qwen/Qwen3-0.6B",
-           "--ckpt.weights-only"),
+           "--ckpt.init-from"),
     _model("GGUF beside a config", _without("model.safetensors", then=lambda mine: (mine / "m.gguf").touch()), "GGUF",
            "safetensors"),
     _model("a file that is missing", _without(then=_sharded), "lacks 1 of the 2", "model-00002-of-00002.safetensors",

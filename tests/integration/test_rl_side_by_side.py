@@ -99,7 +99,7 @@ def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
 ) -> None:
     """Version 0 is not what the server loads when it comes back: whoever trained on its answers would differ."""
     flags, environment = slow_tool
-    flags = (*flags, "--ckpt.weights-only", str(foreign_model))
+    flags = (*flags, "--ckpt.init-from", str(foreign_model))
     server: UsedServer = request.getfixturevalue("rl_server" if engine == "stub" else "vllm_server")
     with RlRun(tmp_path / "straight", *server.flags, *flags, environment=environment) as run:
         straight = complete(run)

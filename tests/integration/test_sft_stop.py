@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from holdfast.errors import NOT_SAVED
-from holdfast.launcher.supervise import ECHO_S
+from holdfast.launcher.supervisor import ECHO_S
 from holdfast.run import manifest
 from holdfast.run.journal import STATE_NAME
 from holdfast.run.run_dir import RunDir

@@ -19,7 +19,7 @@ from holdfast.config import InferenceConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import HoldfastError
 from holdfast.launcher.failures import engine_failure
-from holdfast.launcher.supervise import error_message
+from holdfast.launcher.supervisor import error_message
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh

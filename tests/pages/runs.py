@@ -28,7 +28,7 @@ NOT_OURS = {
 }  # fmt: skip
 # The suite that a started page is a part of.
 _THE_SUITE = ["python", "-m", "tests.lanes"]
-_RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.weights-only")
+_RESUMING = ("--ckpt.resume-step", "--ckpt.resume-dir", "--ckpt.init-from")
 _FORKED = (*TRAINING, "rl", "evaluate", "ckpt", "rollouts", "environments")
 _MODEL = "examples/reverse_text/model"
 # So that there is less to sample and to train on: the pages show no number that a test would compare.

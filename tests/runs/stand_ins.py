@@ -8,10 +8,10 @@ from typing import Any
 
 from holdfast.config import TrainerConfig
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
-from holdfast.launcher.heal import watch
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
+from holdfast.launcher.watch_run import watch
 from holdfast.run.run_dir import RunDir
 
 

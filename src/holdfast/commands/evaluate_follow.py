@@ -32,7 +32,7 @@ from holdfast.config.inference import ServedModelConfig
 from holdfast.config.load import read_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError
 from holdfast.launcher.devices import choose_inference, this_machine
-from holdfast.launcher.supervise import Supervisor
+from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import files_of, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, read_identity
 from holdfast.orchestrator.evaluation.statistics import summary_in
@@ -104,7 +104,7 @@ def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
 def _base_of(settings: dict[str, Any]) -> ModelConfig | None:
     """Return the model whose weights a fresh start takes, if it takes a model's weights as they are."""
     model = settings["model"]
-    if model.get("init") == "random" or settings.get("ckpt", {}).get("weights_only"):
+    if model.get("init") == "random" or settings.get("ckpt", {}).get("init_from"):
         return None
     return ModelConfig(name=model["name"], tokenizer=model.get("tokenizer"))
 

@@ -15,12 +15,12 @@ from holdfast.config.evaluation import EvaluateConfig, check_server
 from holdfast.config.load import to_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, printable
 from holdfast.launcher.devices import Placement, choose_inference, inference_gpus, this_machine
-from holdfast.launcher.engines import release_all, reserve_first_free
 from holdfast.launcher.failures import RestartLimit, death_of
+from holdfast.launcher.inference_servers import release_all, reserve_first_free
 from holdfast.launcher.preflight import check_in_child
 from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.launcher.resume.resume_step import resolve_resume_step
-from holdfast.launcher.supervise import Child, Supervisor
+from holdfast.launcher.supervisor import Child, Supervisor
 from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout
 from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation, summary_in

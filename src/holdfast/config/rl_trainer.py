@@ -19,14 +19,13 @@ from holdfast.config.algorithm import (
     RewardModelConfig,
     UpdatesConfig,
 )
-from holdfast.config.base import (
+from holdfast.config.base import DType, Section
+from holdfast.config.named_algorithms import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
     MODEL_ADVANTAGES,
     REWARD_ADVANTAGES,
     SINGLE_ADVANTAGES,
-    DType,
-    Section,
 )
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.training import PolicyOptimConfig, TrainingCommand

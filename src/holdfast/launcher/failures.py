@@ -27,7 +27,7 @@ from holdfast.launcher.cluster.hosts import Process
 from holdfast.launcher.liveness import LivenessMonitor
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.supervise import Child, Supervisor, end_of_log, last_lines
+from holdfast.launcher.supervisor import Child, Supervisor, end_of_log, last_lines
 from holdfast.process.heartbeat import awake_s
 from holdfast.run.run_dir import RunDir
 

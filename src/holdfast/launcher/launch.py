@@ -1,4 +1,4 @@
-"""The launcher: prepares the run directory and the plan of a run; `launcher.heal` starts and watches the processes.
+"""The launcher: prepares the run directory and the plan of a run, and starts it (`launcher.watch_run`).
 
 `rl` decides once which step to resume from, for all processes, and starts them at the same time: a process that is
 ready first waits for the others through the run directory. `sft`, `dpo` and `reward-model` may start evaluations beside
@@ -36,10 +36,9 @@ from holdfast.launcher.devices import (
     this_machine,
     with_engines,
 )
-from holdfast.launcher.engines import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.forecast import PlannedEngine, forecast_alone, forecast_beside, load_of
-from holdfast.launcher.heal import watch
+from holdfast.launcher.inference_servers import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.placement import ClusterPlacement, placed_on_cluster
@@ -66,6 +65,7 @@ from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume,
 from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
 from holdfast.launcher.side_processes import check_outputs
+from holdfast.launcher.watch_run import watch
 from holdfast.process.child import available_cores
 from holdfast.process.events import PROCESS_ENV
 from holdfast.process.gpus import Gpu, find_gpus

@@ -63,7 +63,7 @@ def check_training(config: TrainingCommand) -> None:
     """
     check_model_path(config.model.name, key="model.name")
     ckpt = config.ckpt
-    if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.weights_only)):
+    if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.init_from)):
         check_weights_path(config.model.name)
     if isinstance(config, SupervisedCommand):
         key = "model.tokenizer" if config.model.tokenizer else "model.name"

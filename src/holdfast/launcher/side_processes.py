@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Process
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.preflight import check_in_child
-from holdfast.launcher.supervise import REFRESH_S, STOP_SIGNALS, error_message
+from holdfast.launcher.supervisor import REFRESH_S, STOP_SIGNALS, error_message
 from holdfast.process.child import is_ignored
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEARTBEAT_ENV

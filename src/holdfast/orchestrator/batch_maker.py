@@ -25,6 +25,7 @@ from holdfast.orchestrator.client.client import Affinity, InferenceClient
 from holdfast.orchestrator.env.interface import Environment
 from holdfast.orchestrator.episodes import Outcome, Problem, Sampler
 from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.orchestrator.group_players import GroupPlayer, Workers
 from holdfast.orchestrator.judge_client import guarded
 from holdfast.orchestrator.state import (
     CurriculumState,
@@ -36,7 +37,6 @@ from holdfast.orchestrator.state import (
 from holdfast.orchestrator.tasks import SessionSlots, run_all
 from holdfast.orchestrator.teacher import Teacher
 from holdfast.orchestrator.weight_sync import PublishedWeights
-from holdfast.orchestrator.workers import GroupPlayer, Workers
 from holdfast.protocol.rollouts import Dropped, Rollout, Signal, has_signal
 from holdfast.run.journal import Counts, dropped_by_reason
 from holdfast.run.run_dir import RunDir

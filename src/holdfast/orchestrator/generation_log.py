@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from holdfast.errors import RunDirError
-from holdfast.orchestrator.client.http import problem_of, problem_of_logprobs
+from holdfast.orchestrator.client.http import fault_of_logprobs, problem_of
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Sampling, decode_packed, encode_packed
 from holdfast.run.record_log import RecordLog, read_records, whole_bytes
@@ -169,7 +169,7 @@ class GenerationLog:
 
     def _problem(self, completion: Completion, max_tokens: int) -> str | None:
         if max_tokens == 0:
-            return problem_of_logprobs("logprobs", completion.logprobs)
+            return fault_of_logprobs("logprobs", completion.logprobs)
         stops = self.header.stop_token_ids
         return problem_of(completion, max_tokens=max_tokens, stop_token_ids=stops, vocab_size=self._vocab_size)
 

@@ -24,6 +24,7 @@ from holdfast.orchestrator.env.interface import Environment
 from holdfast.orchestrator.env.registry import load_levels
 from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.orchestrator.evaluation.evaluator import load_evaluation
+from holdfast.orchestrator.group_players import starting_workers
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.pipeline import BatchPipeline, BatchPublisher, version_for
 from holdfast.orchestrator.rounds import RoundsMaker
@@ -31,7 +32,6 @@ from holdfast.orchestrator.state import OrchestratorState, read_state
 from holdfast.orchestrator.tasks import FreezeTolerantLoop, phase, run_until_stopped
 from holdfast.orchestrator.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.weight_sync import WeightPusher
-from holdfast.orchestrator.workers import starting_workers
 from holdfast.process import events
 from holdfast.process.child import allow_connections, die_with_launcher, keep_date, run_reporting_errors, set_up_logging
 from holdfast.process.heartbeat import start_heartbeat
@@ -150,7 +150,7 @@ def _require_closed(config: OrchestratorConfig, state: OrchestratorState) -> Non
         raise ConfigError(
             f"{num_open} groups are open after batch {state.step}, which was made in rounds, and the strict schedule "
             "would lose them. Continue with orchestrator.schedule = 'rounds', or start a new run from the weights of "
-            "the checkpoint (ckpt.weights_only)"
+            "the checkpoint (ckpt.init_from)"
         )
 
 

@@ -23,10 +23,10 @@ from holdfast.errors import ConfigError
 from holdfast.orchestrator.batch_maker import BatchMaker, Selection
 from holdfast.orchestrator.episodes import Outcome, Problem, Sampler, TurnRequest
 from holdfast.orchestrator.generation_log import Answer, prompt_hash
+from holdfast.orchestrator.group_players import GroupPlayer, Remembering
 from holdfast.orchestrator.judge_client import guarded
 from holdfast.orchestrator.state import OpenGroup, OrchestratorState, RoundsState, TaskSeed, stable_seed
 from holdfast.orchestrator.weight_sync import PublishedWeights
-from holdfast.orchestrator.workers import GroupPlayer, Remembering
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Logprobs, Sampling, TokenIds, VersionSpan, decode_packed, encode_packed
 
@@ -333,7 +333,7 @@ class RoundsMaker(BatchMaker):
                 f"task {entry.task_id} of environment '{name}' is open: it was drawn in rounds for a group of {size}"
                 f"{'' if entry.level is None else f' at level {entry.level}'}, which the settings have no more. Set "
                 "the environment, its group_size and its levels as they were, or start a new run from the weights of "
-                "the checkpoint (ckpt.weights_only)"
+                "the checkpoint (ckpt.init_from)"
             )
         return self._problem(TaskSeed(self.config.seed, name, entry.index, level=entry.level), entry.task_id)
 

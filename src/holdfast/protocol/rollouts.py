@@ -333,7 +333,7 @@ def _sections(config: dict[str, object]) -> list[dict[str, object]]:
     return [section for key in ("text_config", "llm_config") if isinstance(section := config.get(key), dict)]
 
 
-def problem_of_ids(token_ids: Sequence[int], vocab_size: int | None) -> str | None:
+def fault_of_ids(token_ids: Sequence[int], vocab_size: int | None) -> str | None:
     """Return the problem of ids that a model with `vocab_size` tokens (None: any) does not have, or None."""
     if token_ids and min(token_ids) < 0:
         return f"token_ids holds {min(token_ids)}, allowed are 0 and above"
@@ -342,7 +342,7 @@ def problem_of_ids(token_ids: Sequence[int], vocab_size: int | None) -> str | No
     return None
 
 
-def problem_of_logprobs(field: str, logprobs: Sequence[float], *, least: float = -math.inf) -> str | None:
+def fault_of_logprobs(field: str, logprobs: Sequence[float], *, least: float = -math.inf) -> str | None:
     """Return which of the log-probabilities cannot be one, or None."""
     if not logprobs or (
         math.isfinite(sum(logprobs)) and least <= min(logprobs) and max(logprobs) <= _HIGHEST_LOGPROB
@@ -355,13 +355,13 @@ def problem_of_logprobs(field: str, logprobs: Sequence[float], *, least: float =
     return None
 
 
-def problem_of_batch(batch: Batch, vocab_size: int | None) -> str | None:
+def fault_of_batch(batch: Batch, vocab_size: int | None) -> str | None:
     """Return what of a batch no policy with `vocab_size` tokens (None: unknown) can have sampled, or None."""
     for rollout in batch.rollouts:
         problem = (
-            problem_of_ids(rollout.token_ids, vocab_size)
-            or problem_of_logprobs("logprobs", rollout.logprobs)
-            or problem_of_logprobs("reference_logprobs", rollout.reference_logprobs or [])
+            fault_of_ids(rollout.token_ids, vocab_size)
+            or fault_of_logprobs("logprobs", rollout.logprobs)
+            or fault_of_logprobs("reference_logprobs", rollout.reference_logprobs or [])
         )
         if problem is not None:
             return f"{rollout.environment}, task {rollout.task_id}: {problem}"

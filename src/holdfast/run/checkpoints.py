@@ -247,9 +247,9 @@ def require_weights(path: Path) -> Kind:
     if kind not in (Kind.UNKNOWN, Kind.AMBIGUOUS, Kind.PICKLED):
         return kind
     if kind is Kind.PICKLED:
-        raise CheckpointError(f"no weights can be taken from {path} (ckpt.weights_only): it {to_safetensors(path)}")
+        raise CheckpointError(f"no weights can be taken from {path} (ckpt.init_from): it {to_safetensors(path)}")
     raise CheckpointError(
-        f"no weights can be taken from {path} (ckpt.weights_only): it is {describe_found(path)}. Needed: a checkpoint "
+        f"no weights can be taken from {path} (ckpt.init_from): it is {describe_found(path)}. Needed: a checkpoint "
         "(OTHER/checkpoints/step_N), a torch.distributed.checkpoint directory, a Hugging Face directory with weights, "
         "or a .safetensors file. A model that is to be used by its name is given as --model.name."
     )

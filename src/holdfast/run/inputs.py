@@ -92,7 +92,7 @@ def _what_to_give(path: Path) -> str:
             base = None
         return (
             f"It holds an adapter{f' for {base}' if base else ''} and no model: give the model that the adapter is "
-            f"for, with `--model.lora --ckpt.weights-only {path}`; or merge the two (peft's merge_and_unload)."
+            f"for, with `--model.lora --ckpt.init-from {path}`; or merge the two (peft's merge_and_unload)."
         )
     home = "`~` is not replaced here: write the whole path. " if path.parts[:1] and path.parts[0][:1] == "~" else ""
     return f"{home}Give a directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
@@ -307,14 +307,14 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
         manifest.verify(path, how=how)
     if kind is Kind.ADAPTER and model.lora is None:
         raise CheckpointError(
-            f"{path} (ckpt.weights_only) holds a LoRA adapter and no weights. Train it on with --model.lora and the "
+            f"{path} (ckpt.init_from) holds a LoRA adapter and no weights. Train it on with --model.lora and the "
             "model that it belongs to as --model.name, or merge it: ckpt export STEP --to DIR --base NAME."
         )
     if model.lora is not None:
         return  # the adapter's tensors follow from rank and targets, which only the trainer knows
     for file in [path] if kind is Kind.TENSORS else _read_by_the_trainer(path):
         if wrong := _wrong_with_weights(file):
-            raise CheckpointError(f"{file} (ckpt.weights_only) {wrong}")
+            raise CheckpointError(f"{file} (ckpt.init_from) {wrong}")
 
 
 def _read_by_the_trainer(directory: Path) -> list[Path]:

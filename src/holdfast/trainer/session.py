@@ -296,15 +296,15 @@ def _tell_of_room(num_bytes: int, run_dir: RunDir) -> None:
 def build_model(config: TrainingCommand, mesh: Mesh, build: Callable[..., M]) -> tuple[M, TensorLayout]:
     """Return the model with the weights of a fresh run, and their layout in files."""
     resume_step = config.ckpt.resume_step if config.ckpt else None
-    weights_only = config.ckpt.weights_only if config.ckpt else None
+    init_from = config.ckpt.init_from if config.ckpt else None
     report("loading model")
-    has_other_weights = resume_step is not None or weights_only is not None
+    has_other_weights = resume_step is not None or init_from is not None
     policy = build(config.model, mesh, seed=config.seed, weights=not has_other_weights)
     layout = TensorLayout(policy.hf_model, names_in_files(config.model.name))
-    if weights_only is not None:
-        report("loading weights", path=str(weights_only))
+    if init_from is not None:
+        report("loading weights", path=str(init_from))
         tensors = trained_tensors(policy.hf_model)
-        load_weights_only(tensors, weights_only, how="size", layout=layout)  # the launcher read every byte
+        load_weights_only(tensors, init_from, how="size", layout=layout)  # the launcher read every byte
     return policy, layout
 
 

@@ -23,7 +23,7 @@ from holdfast.launcher.launch import with_evaluations
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.preflight import check_evaluations
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.supervise import Supervisor
+from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.evaluation.main import load_tasks
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, claim_directory
 from holdfast.run.atomic import TEMPORARY_PREFIX
@@ -61,12 +61,12 @@ def test_due_are_the_beginning_every_interval_and_the_end(tmp_path: Path) -> Non
     assert run.base is not None and run.base.name == MODEL
     run_of(tmp_path / "run", attempt=2, max_steps=20)
     assert FollowedRun.read(run_dir.path).due(4) == [0, 4, 8], "the newest attempt goes further"
-    changed = ({"model": {"name": MODEL, "init": "random"}}, {"ckpt": {"weights_only": MODEL}})
+    changed = ({"model": {"name": MODEL, "init": "random"}}, {"ckpt": {"init_from": MODEL}})
     for number, changes in enumerate(changed):
         assert FollowedRun.read(run_of(tmp_path / str(number), 10, **changes).path).due(5) == [10]
     # What resumes says nothing of the beginning; another fresh start does.
     resumed = {"ckpt": {"resume_step": 2}}
-    elsewhere = run_of(tmp_path / "elsewhere", 10, ckpt={"weights_only": MODEL})
+    elsewhere = run_of(tmp_path / "elsewhere", 10, ckpt={"init_from": MODEL})
     run_of(elsewhere.path, attempt=2, **resumed)
     assert FollowedRun.read(elsewhere.path).due(5) == [10]
     run_of(elsewhere.path, attempt=3)

@@ -181,7 +181,7 @@ def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
     ("command", "changes", "said"),
     [
         (SftConfig, {"ckpt": {"keep_best": "max:"}}, "keep_best = 'max:' names no metric"),
-        (SftConfig, {"ckpt": {"weights_only": "a", "resume_dir": "b"}}, "give one of them"),
+        (SftConfig, {"ckpt": {"init_from": "a", "resume_dir": "b"}}, "give one of them"),
         (SftConfig, {"model": {"lora": {"target_modules": []}}}, "must name at least one layer, or be 'all-linear'"),
         (SftConfig, {"model": {"lora": {}, "init": "random"}}, "has lora, which adapts pretrained weights, and init"),
         (DpoConfig, {"val_interval": 3}, "val_interval = 3 needs data.validation_fraction above 0, got 0"),

@@ -15,11 +15,11 @@ import pytest
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.launcher.preflight import check_orchestrator
-from holdfast.orchestrator import workers
+from holdfast.orchestrator import group_players
 from holdfast.orchestrator.client.client import Affinity
 from holdfast.orchestrator.episodes import Problem, TurnRequest
+from holdfast.orchestrator.group_players import WorkerDied, Workers
 from holdfast.orchestrator.state import TaskSeed
-from holdfast.orchestrator.workers import WorkerDied, Workers
 from holdfast.protocol.rollouts import PLAIN_SAMPLING, Batch
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import make_config, played
@@ -60,8 +60,8 @@ def test_every_fault_costs_its_group_and_counts_by_reason(tmp_path: Path, capsys
 
 @pytest.mark.launch
 def test_a_worker_that_no_thread_of_its_own_can_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_GRACE_S", 1.0)
-    monkeypatch.setattr(workers, "_LOOK_S", 0.2)
+    monkeypatch.setattr(group_players, "_GRACE_S", 1.0)
+    monkeypatch.setattr(group_players, "_LOOK_S", 0.2)
     batches = run(tmp_path, {"1": "holds", "4": "stopped once", "6": "detached once"}, workers=2, **DROPS)
     assert [(one.task_id, one.reason) for batch in batches for one in batch.dropped] == [(1, "timeout")]
     assert "made no progress for 4 s, and was killed" in batches[0].dropped[0].detail
@@ -89,7 +89,7 @@ def test_a_fault_ends_the_run_where_that_is_wished(tmp_path: Path, monkeypatch: 
         run(tmp_path / "exits", {"1": "exits"}, workers=1)
     with pytest.raises(EnvironmentFailure, match=r"failed on task 1 .*: score\(\) raised KeyError: 'no'"):
         run(tmp_path / "raises", {"1": "raises"}, workers=1)
-    monkeypatch.setattr(workers, "MOST_KILLED", 2)
+    monkeypatch.setattr(group_players, "MOST_KILLED", 2)
     with pytest.raises(EnvironmentFailure, match=r"on task 0 .* killed from outside \(SIGKILL\).*, 3 times in a row"):
         run(tmp_path / "killed", {"0": "killed"}, workers=1)
 
@@ -105,7 +105,7 @@ def test_a_process_of_an_environment_that_somebody_killed_costs_nothing(tmp_path
 @pytest.mark.launch
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_is_killed_repeatedly_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    monkeypatch.setattr("holdfast.orchestrator.workers.MOST_KILLED", 2)
+    monkeypatch.setattr("holdfast.orchestrator.group_players.MOST_KILLED", 2)
     told = r"failed on task 1 .*: its helper was killed from outside, 3 times in a row"
     with pytest.raises(EnvironmentFailure, match=told):
         run(tmp_path / "stops", {"1": "bereft"}, workers=workers)
@@ -132,7 +132,7 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
 def test_a_worker_that_is_killed_while_it_loads_is_loaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "MOST_KILLED", 3)
+    monkeypatch.setattr(group_players, "MOST_KILLED", 3)
     batches = run(tmp_path / "twice", {"1": "killed once"}, load="killed 2", workers=1)
     assert len(batches) == STEPS and not any(batch.dropped for batch in batches)
     assert [attempts_at(tmp_path / "twice", name) for name in ("load", "1")] == [4, 2]
@@ -143,12 +143,12 @@ def test_a_worker_that_is_killed_while_it_loads_is_loaded_again(
 def test_what_a_worker_prints_is_shown_up_to_a_limit(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_MOST_OUTPUT_BYTES", 200_001)
+    monkeypatch.setattr(group_players, "_MOST_OUTPUT_BYTES", 200_001)
 
     async def show() -> str:
         script = "print('-' + 'é' * 100_000, flush=True)\nfor _ in range(3): print('x' * 99_999)"
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
-        output = workers._WorkerOutput(process, "mine")
+        output = group_players._WorkerOutput(process, "mine")
         await output.read_whole()
         await process.wait()
         return output.last_line()
@@ -195,7 +195,7 @@ def test_a_turn_with_another_limit_is_another_turn() -> None:
         return turn.max_tokens
 
     async def ask() -> list[object]:
-        remembering = workers.Remembering(SimpleNamespace(sample=sample))  # type: ignore[arg-type]
+        remembering = group_players.Remembering(SimpleNamespace(sample=sample))  # type: ignore[arg-type]
         turns = [TurnRequest([5], 0, PLAIN_SAMPLING, most, 1, Affinity()) for most in (3, 2, 3)]
         return [await remembering.sample(turn) for turn in turns]  # type: ignore[misc]
 
@@ -225,7 +225,7 @@ def test_what_an_environment_has_started_in_a_worker_ends_with_a_killed_orchestr
     environments = [{"id": "starting:Starting", "workers": 1}]
     config = OrchestratorConfig.model_validate({"model": model, "environments": environments})
     script = (
-        "import asyncio, os, signal\nfrom holdfast.orchestrator.workers import starting_workers\n"
+        "import asyncio, os, signal\nfrom holdfast.orchestrator.group_players import starting_workers\n"
         "from holdfast.config.orchestrator import OrchestratorConfig\n"
         f"config = OrchestratorConfig.model_validate_json({config.model_dump_json()!r})\n"
         "async def main():\n    async with starting_workers(config):\n        os.kill(os.getpid(), signal.SIGKILL)\n"

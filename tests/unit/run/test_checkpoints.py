@@ -88,7 +88,7 @@ def test_what_was_found_is_said_in_words(tmp_path: Path) -> None:
         if kind_of(path) is Kind.UNKNOWN:
             with pytest.raises(CheckpointError, match="Needed: a checkpoint") as caught:
                 require_weights(path)
-            assert f"{path} (ckpt.weights_only): it is {found}" in str(caught.value)
+            assert f"{path} (ckpt.init_from): it is {found}" in str(caught.value)
         else:
             assert require_weights(path) is kind_of(path)
 

@@ -99,7 +99,7 @@ def _refuse_other_kinds(path: Path) -> None:
     kind = kind_of(path)
     if kind is Kind.CHECKPOINT:
         return
-    advice = f"--ckpt.weights-only {path} starts a run from its weights."
+    advice = f"--ckpt.init-from {path} starts a run from its weights."
     if kind is Kind.DCP and kind_of(path.parent) is Kind.CHECKPOINT:
         advice = f"The checkpoint is the directory that it lies in: --ckpt.resume-dir {path.parent}."
     elif kind is Kind.UNKNOWN:
@@ -191,7 +191,7 @@ def with_resume(config: T, resume_step: int | None) -> T:
         config.ckpt.resume_dir = None
         # The step has weights of its own.
         if resume_step is not None:
-            config.ckpt.weights_only = None
+            config.ckpt.init_from = None
     return config
 
 

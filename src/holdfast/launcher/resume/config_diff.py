@@ -36,7 +36,7 @@ _OF_TOKENIZERS = (
 )  # fmt: skip
 
 # Settings of the place and step at which an attempt starts, not of its computation.
-_OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.weights_only"}
+_OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.init_from"}
 
 # Keys of a transformers config, at any depth, that are sizes of tensors or of their parts.
 SIZES = {
@@ -255,7 +255,7 @@ def models_of(trainer: TrainingCommand, *, is_fresh: bool) -> dict[str, str]:
     """Return the models that the trainer loads, by dotted key."""
     found: dict[str, Path | str | None] = {"model.name": trainer.model.name}
     if trainer.ckpt is not None and is_fresh:
-        found["ckpt.weights_only"] = trainer.ckpt.weights_only
+        found["ckpt.init_from"] = trainer.ckpt.init_from
     if isinstance(trainer, TrainerConfig):
         found["critic.name"] = trainer.critic and trainer.critic.name
         found["kl.reference"] = trainer.kl and trainer.kl.reference

@@ -114,10 +114,10 @@ def prepare(
     attempt = _decide(run_dir, ckpt, clean=clean, store=store, whole=whole, async_level=async_level, again=again)
     if attempt.resume_step is None:
         _refuse_own_weights(run_dir, trainer, clean=clean)
-        if ckpt.weights_only is not None:
+        if ckpt.init_from is not None:
             _require_reference(trainer)
-            check_warm_start(ckpt.weights_only, trainer.model, how=ckpt.verify)
-            _refuse_other_weights(ckpt.weights_only, trainer)
+            check_warm_start(ckpt.init_from, trainer.model, how=ckpt.verify)
+            _refuse_other_weights(ckpt.init_from, trainer)
     _check_fits(attempt, trainer)
     inputs = find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None)
     attempt = replace(attempt, inputs=inputs, to_go_on=_to_go_on(trainer))
@@ -296,7 +296,7 @@ def _refuse_contradictions(ckpt: CkptConfig, *, clean: bool) -> None:
         raise ConfigError("--clean removes what --ckpt.resume-step needs: give one of them")
     for key, path, other in (
         ("resume_dir", ckpt.resume_dir, "continues from another run's checkpoint"),
-        ("weights_only", ckpt.weights_only, "starts from scratch with other weights"),
+        ("init_from", ckpt.init_from, "starts from scratch with other weights"),
     ):
         if path is not None and wanted not in (None, "auto"):
             flag = key.replace("_", "-")
@@ -311,7 +311,7 @@ def _require_reference(trainer: TrainingCommand) -> None:
     """Refuse the default reference, `model.name`, if the run begins with other weights."""
     if isinstance(trainer, TrainerConfig) and trainer.kl is not None and trainer.kl.reference is None:
         raise ConfigError(
-            "kl.reference is needed with ckpt.weights_only: by default the reference is model.name, and this run "
+            "kl.reference is needed with ckpt.init_from: by default the reference is model.name, and this run "
             "begins with other weights. Name a model directory; `ckpt export` makes one of a checkpoint."
         )
 
@@ -342,7 +342,7 @@ def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
         found = None
     if found != wanted:
         raise CheckpointError(
-            f"{path} (ckpt.weights_only) holds other tensors than this configuration has:\n"
+            f"{path} (ckpt.init_from) holds other tensors than this configuration has:\n"
             f"         model.lora.rank: {found or 'unset'} -> {wanted or 'unset'}\n"
             "       Give the rank of the weights. Whole weights are given as --model.name to train adapters of them; "
             "`ckpt export STEP --to DIR --base NAME` merges adapters."
@@ -351,7 +351,7 @@ def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
         (path / MODEL_DIR if kind is Kind.CHECKPOINT else path) / "config.json",
         Path(trainer.model.name) / "config.json",
         model_name=trainer.model.name,
-        what=f"{path} (ckpt.weights_only)",
+        what=f"{path} (ckpt.init_from)",
         keys=SIZES,
         remedy="Give a model of these sizes as --model.name.",
     )
@@ -393,7 +393,7 @@ def _decide(
     if whole is None and (is_there or wanted != "auto"):
         step = resolve_resume_step(run_dir, wanted, how=ckpt.verify)
     if step is not None:
-        for flag, path in (("resume-dir", source), ("weights-only", ckpt.weights_only)):
+        for flag, path in (("resume-dir", source), ("init-from", ckpt.init_from)):
             if path is not None:
                 print(
                     f"this run has a checkpoint of its own (step {step}): --ckpt.{flag} {path} is not needed any more"
@@ -422,7 +422,7 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
     if made_by != trainer.program:
         raise CheckpointError(
             f"{directory} is a checkpoint of {made_by or 'another training loop or an older version'}, and "
-            f"{trainer.program} cannot continue from it. --ckpt.weights-only {directory} with another "
+            f"{trainer.program} cannot continue from it. --ckpt.init-from {directory} with another "
             "--output-dir starts a new run from its weights."
         )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
@@ -537,8 +537,8 @@ def _changes(
         changed.append(f"the schedule of the critic now ends at step {ends[1]} instead of {ends[0]}")
     if steps and trainer.ckpt is None:
         changed.append("ckpt: set -> unset")
-    if not steps and (weights := _weights_only(old)) != _weights_only(settings_of(trainer)):
-        changed.append(f"ckpt.weights_only: {weights or 'unset'} -> {_weights_only(settings_of(trainer)) or 'unset'}")
+    if not steps and (weights := _init_from(old)) != _init_from(settings_of(trainer)):
+        changed.append(f"ckpt.init_from: {weights or 'unset'} -> {_init_from(settings_of(trainer)) or 'unset'}")
     return changed
 
 
@@ -573,6 +573,6 @@ def _lines(run_dir: RunDir, attempt: int) -> list[bytes]:
         return []
 
 
-def _weights_only(settings: Mapping[str, object]) -> object:
+def _init_from(settings: Mapping[str, object]) -> object:
     ckpt = settings.get("ckpt")
-    return ckpt.get("weights_only") if isinstance(ckpt, dict) else None
+    return ckpt.get("init_from") if isinstance(ckpt, dict) else None

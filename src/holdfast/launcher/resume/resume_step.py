@@ -23,7 +23,7 @@ from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, RunDirError
 from holdfast.launcher.resume.attempt import Attempt, last_started
-from holdfast.protocol.rollouts import problem_of_batch, vocab_size_in
+from holdfast.protocol.rollouts import fault_of_batch, vocab_size_in
 from holdfast.run import atomic
 from holdfast.run.checkpoints import newest_intact, verify_checkpoint
 from holdfast.run.journal import read_batch
@@ -252,7 +252,7 @@ def _last_whole_batch(run_dir: RunDir, step: int, vocab_size: int | None, *, las
         except CheckpointError as error:
             print(f"WARNING: batch {last + 1} is made again: {error}")
             break
-        if (problem := problem_of_batch(batch, vocab_size)) is not None:
+        if (problem := fault_of_batch(batch, vocab_size)) is not None:
             print(f"WARNING: batch {last + 1} is made again, because no engine can have sampled it: {problem}")
             break
         if last_version is not None and batch.policy_version > last_version:
@@ -271,7 +271,7 @@ def _vocab_size(config: TrainingCommand) -> int | None:
 
 def _warm_start(config: TrainingCommand) -> Path | None:
     """Return the weights of a fresh start, if not the model's."""
-    path = config.ckpt.weights_only if config.ckpt else None
+    path = config.ckpt.init_from if config.ckpt else None
     return path and path.resolve()
 
 

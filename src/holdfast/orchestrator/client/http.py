@@ -32,7 +32,7 @@ from holdfast.protocol.inference import (
     GenerateResponse,
     read_admin_token,
 )
-from holdfast.protocol.rollouts import decode_packed, problem_of_ids, problem_of_logprobs, vocab_size_in
+from holdfast.protocol.rollouts import decode_packed, fault_of_ids, fault_of_logprobs, vocab_size_in
 
 if TYPE_CHECKING:
     from aiohttp.client_proto import ResponseHandler
@@ -333,7 +333,7 @@ def check_choices(
             raise Unavailable("the server aborted a generation request")
         problem = problem_of(
             choice, max_tokens=request.max_tokens, stop_token_ids=request.stop_token_ids, vocab_size=vocab_size
-        ) or problem_of_logprobs("prompt_logprobs", choice.prompt_logprobs or [])
+        ) or fault_of_logprobs("prompt_logprobs", choice.prompt_logprobs or [])
         if problem is not None:
             raise InferenceError(
                 f"{url} gave an answer that no engine can have sampled: {problem}. Nothing of it is kept. Is this the "
@@ -357,7 +357,7 @@ def problem_of(
             f"it has {count} token ids with {len(completion.logprobs)} logprobs; expected equally many, from 1 to "
             f"max_tokens = {max_tokens}"
         )
-    if problem := problem_of_ids(completion.token_ids, vocab_size) or problem_of_logprobs(
+    if problem := fault_of_ids(completion.token_ids, vocab_size) or fault_of_logprobs(
         "logprobs", completion.logprobs, least=_LOWEST_SAMPLED_LOGPROB
     ):
         return problem

@@ -33,11 +33,11 @@ from holdfast.orchestrator.evaluation.results import (
 )
 from holdfast.orchestrator.evaluation.statistics import Summary, summarize
 from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.orchestrator.group_players import GroupPlayer, Workers, starting_workers
 from holdfast.orchestrator.judge_client import guarded
 from holdfast.orchestrator.state import TaskSeed
 from holdfast.orchestrator.tasks import run_all
 from holdfast.orchestrator.weight_sync import PublishedWeights
-from holdfast.orchestrator.workers import GroupPlayer, Workers, starting_workers
 from holdfast.process.events import report
 from holdfast.process.heartbeat import moved
 from holdfast.protocol.rollouts import Dropped, Rollout

@@ -30,10 +30,10 @@ from holdfast.orchestrator.evaluation.evaluator import (
     settings_of_run,
     sizes_of,
 )
+from holdfast.orchestrator.group_players import Workers, starting_workers
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.tasks import FreezeTolerantLoop, run_until_stopped
 from holdfast.orchestrator.teacher import adopt_served_weights
-from holdfast.orchestrator.workers import Workers, starting_workers
 from holdfast.process.child import (
     DATE_ENV,
     allow_connections,

@@ -407,7 +407,7 @@ def load_state_with_optimizer(
     if kind_of(path) is not Kind.CHECKPOINT:
         raise CheckpointError(
             f"{path} holds {describe_found(path)}; optimizer and counters are in committed checkpoints only. "
-            "To take the weights alone, use load_weights_only (--ckpt.weights-only)."
+            "To take the weights alone, use load_weights_only (--ckpt.init-from)."
         )
     listing = verify_checkpoint(path, how=verify, to_resume=True)
     whole = as_state(state)

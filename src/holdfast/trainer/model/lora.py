@@ -209,7 +209,7 @@ class Adapters(State):
                 f"the checkpoint's adapters were trained on other weights: those of model.name = '{saved.name}' "
                 f"(digest {saved.digest}), and model.name = '{self.base.name}' has other values ({self.base.digest}). "
                 "A run continues with the weights that it began with: give them as --model.name. To train these "
-                "adapters on from other weights, start a new run with another --output-dir and --ckpt.weights-only."
+                "adapters on from other weights, start a new run with another --output-dir and --ckpt.init-from."
             )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.config.base import PREFERENCE_LOSSES
+from holdfast.config.named_algorithms import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
 
 _LARGEST_LOGPROB = -1e-9

@@ -87,7 +87,7 @@ class ReferenceTable:
         pairs: fingerprint of the data.
         other: the model that is the reference; empty: the policy as it began.
         model: digest of the weights of the reference.
-        weights_only: the weights that the run began with, if they are not the model's.
+        init_from: the weights that the run began with, if they are not the model's.
         made_by: digest of all that the bits of the numbers depend on, except the pairs that are computed together.
     """
 
@@ -95,7 +95,7 @@ class ReferenceTable:
     pairs: str
     other: str = ""
     model: str = ""
-    weights_only: str = ""
+    init_from: str = ""
     made_by: str = ""
 
     @property
@@ -168,9 +168,9 @@ class ReferenceWork(Generic[P]):
                 raise self._other_weights("")
         else:
             unknown_P2 = np.full((len(self.preferences), 2), np.nan)
-            weights_only = str(ckpt.weights_only.absolute()) if ckpt is not None and ckpt.weights_only else ""
+            init_from = str(ckpt.init_from.absolute()) if ckpt is not None and ckpt.init_from else ""
             other = self.config.loss.reference_model or ""
-            self.table = ReferenceTable(unknown_P2, fingerprint, other=other, weights_only=weights_only)
+            self.table = ReferenceTable(unknown_P2, fingerprint, other=other, init_from=init_from)
 
     def _resumed(self, fingerprint: str) -> ReferenceTable:
         """Return the checkpoint's table. If it is damaged: the run's table if both are equal, else an empty table.
@@ -262,7 +262,7 @@ class ReferenceWork(Generic[P]):
         first = self.config.model_copy(deep=True)
         assert first.ckpt is not None
         first.ckpt.resume_step = None
-        first.ckpt.weights_only = Path(self.table.weights_only) if self.table.weights_only else None
+        first.ckpt.init_from = Path(self.table.init_from) if self.table.init_from else None
         report("loading the weights that the run began with, for pairs that it did not reach before")
         model, _ = build_model(first, self.mesh, build_policy)
         own = first.model
@@ -460,7 +460,7 @@ def predict_sides(
 
 def _advice(path: Path) -> str:
     # In the same directory the run resumes from its own checkpoint, whatever weights are given.
-    return f"To start a new run from these weights: another --output-dir and --ckpt.weights-only {path.parent.parent}"
+    return f"To start a new run from these weights: another --output-dir and --ckpt.init-from {path.parent.parent}"
 
 
 def read_saved(path: Path) -> ReferenceTable:

@@ -17,7 +17,7 @@ from operator import attrgetter
 import numpy as np
 
 from holdfast.config.algorithm import CriticConfig
-from holdfast.config.base import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.config.named_algorithms import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError, TrainingError
 from holdfast.process.imports import calling, load_function

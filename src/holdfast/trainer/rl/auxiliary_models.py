@@ -170,7 +170,7 @@ class FrozenModel(State):
             raise CheckpointError(
                 f"{self._key} = '{self._name}' holds other weights than those that the run began with "
                 f"('{values['name']}'): going on would change what it trains for. Name that model, or start a new run "
-                "from the weights of this one with another --output-dir and --ckpt.weights-only."
+                "from the weights of this one with another --output-dir and --ckpt.init-from."
             )
 
 

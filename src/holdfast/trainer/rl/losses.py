@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
-from holdfast.config.base import POLICY_LOSSES, KlEstimator
+from holdfast.config.base import KlEstimator
+from holdfast.config.named_algorithms import POLICY_LOSSES
 from holdfast.errors import TrainingError
 from holdfast.process.imports import calling, load_loss
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, bounded, estimate_kl

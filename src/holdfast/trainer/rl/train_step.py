@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import TrainerConfig
 from holdfast.config.algorithm import PretrainingConfig, UpdatesConfig
-from holdfast.config.base import MODEL_ADVANTAGES
+from holdfast.config.named_algorithms import MODEL_ADVANTAGES
 from holdfast.config.training import learning_rate
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_variance

@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 from holdfast.errors import STORAGE_FAILED, ConfigError, ProcessDied, is_storage_failure
-from holdfast.launcher import supervise
 from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.cluster import ResourceRequest, assign, is_trainer, trainer_names, wanted_and_there
 from holdfast.launcher.cluster.hosts import PipeChannel, RemoteHost, RemoteProcess, agent_command, travelling
-from holdfast.launcher.supervise import Child, Supervisor
+from holdfast.launcher.supervisor import Child, Supervisor
 from holdfast.process.imports import module_command
 from tests.runs.processes import HANG_S
 
@@ -199,7 +198,7 @@ def test_who_is_cleared_or_stopped_on_a_mute_host_is_lost(
     log = tmp_path / "a.log"
     process = started(channel, log)
     monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("holdfast.launcher.supervisor.STOP_TIMEOUT_S", 0.01)
     os.kill(channel._process.pid, signal.SIGSTOP)
     try:
         if by_supervisor:

@@ -28,7 +28,7 @@ def test_where_and_from_which_step_an_attempt_starts_is_no_drift() -> None:
     ckpt = CkptConfig(interval=5, resume_step=5, resume_dir=Path("other/checkpoints/step_5"))
     after = SftConfig(ckpt=ckpt, clean=True, dry_run=True, output_dir=Path("elsewhere"))
     assert compare_settings(settings_of(before), settings_of(after)).describe("sft", "before") == []
-    warm = SftConfig(ckpt=CkptConfig(interval=5, weights_only=Path("model")))
+    warm = SftConfig(ckpt=CkptConfig(interval=5, init_from=Path("model")))
     assert compare_settings(settings_of(before), settings_of(warm)).describe("sft", "before") == []
 
 

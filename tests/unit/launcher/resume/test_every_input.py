@@ -79,7 +79,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
         "test_continued.py::test_other_data_under_the_same_name_are_said",
         "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
     ),
-    "CkptConfig.weights_only": ("test_every_input.py::test_other_weights_to_begin_with_are_said",),
+    "CkptConfig.init_from": ("test_every_input.py::test_other_weights_to_begin_with_are_said",),
     "CkptConfig.resume_dir": ("test_resume.py::test_a_fork_begins_with_anothers_checkpoint",),
     "PreferenceLossConfig.reference_model": (
         "test_every_input.py::test_another_reference_of_dpo_is_said",
@@ -240,13 +240,13 @@ def test_other_files_and_code_of_evaluations_cost_no_batch(place: Path, capsys: 
 
 
 def test_other_weights_to_begin_with_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = rl(RunDir(place / "run"), resume_step="auto", weights_only=place / "model")
+    config = rl(RunDir(place / "run"), resume_step="auto", init_from=place / "model")
     start_rl(config)
     exchange(place / "model" / "model.safetensors")
     capsys.readouterr()
     start_rl(config)
     (line,) = said_of(place / "model" / "model.safetensors", capsys.readouterr().out)
-    assert line.startswith("ckpt.weights_only, model.safetensors: ")
+    assert line.startswith("ckpt.init_from, model.safetensors: ")
 
 
 def test_another_reference_of_dpo_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

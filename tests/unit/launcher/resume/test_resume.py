@@ -201,10 +201,10 @@ def other_kinds(path: Path, other: RunDir, model: Path) -> dict[Kind | str, tupl
     shutil.copy(model / "model.safetensors", file)
     weights = add_weights(other, 10)
     return {
-        Kind.DCP: (dcp, "--ckpt.weights-only"),
-        Kind.WEIGHTS: (weights, f"--ckpt.weights-only {weights}"),
-        Kind.HUGGING_FACE: (model, f"--ckpt.weights-only {model}"),
-        Kind.TENSORS: (file, f"--ckpt.weights-only {file}"),
+        Kind.DCP: (dcp, "--ckpt.init-from"),
+        Kind.WEIGHTS: (weights, f"--ckpt.init-from {weights}"),
+        Kind.HUGGING_FACE: (model, f"--ckpt.init-from {model}"),
+        Kind.TENSORS: (file, f"--ckpt.init-from {file}"),
         "a run directory with the steps 5, 10": (other.path, "OTHER/checkpoints/step_"),
         "nothing: there is no such file": (path / "nowhere", "OTHER/checkpoints/step_"),
         "a torch.distributed.checkpoint directory. ": (
@@ -239,18 +239,18 @@ def test_only_a_checkpoint_of_another_run_before_the_end_is_forked(other: RunDir
 
 
 def test_sft_and_rl_do_not_go_on_from_each_others_checkpoints(other: RunDir, new: RunDir) -> None:
-    with pytest.raises(CheckpointError, match="a checkpoint of sft, and rl cannot .*--ckpt.weights-only"):
+    with pytest.raises(CheckpointError, match="a checkpoint of sft, and rl cannot .*--ckpt.init-from"):
         prepare(rl(new, resume_dir=other.checkpoint(5)).trainer, clean=False, dry_run=True)
     for program, said in (("rl", "rl"), ("dpo", "dpo"), ("", "another training loop or an older version")):
         saved = add_checkpoint(other, 13 + len(program), program=program)
-        with pytest.raises(CheckpointError, match=f"a checkpoint of {said}, and sft cannot .*--ckpt.weights-only"):
+        with pytest.raises(CheckpointError, match=f"a checkpoint of {said}, and sft cannot .*--ckpt.init-from"):
             start(config_of(new, resume_dir=saved), dry_run=True)
 
 
 # Contradictions, and warm starts.
 
 
-@pytest.mark.parametrize("flag", ["--ckpt.resume-dir", "--ckpt.weights-only"])
+@pytest.mark.parametrize("flag", ["--ckpt.resume-dir", "--ckpt.init-from"])
 def test_a_step_of_this_run_and_another_start_contradict_each_other(flag: str, other: RunDir, sft: Sft) -> None:
     for step in ("5", "latest", "-1"):
         code, _, err = sft(flag, other.checkpoint(5), "--ckpt.resume-step", step)
@@ -261,34 +261,34 @@ def test_a_step_of_this_run_and_another_start_contradict_each_other(flag: str, o
 
 
 def test_a_warm_start_is_a_fresh_one_unless_auto_finds_a_checkpoint(other: RunDir, new: RunDir) -> None:
-    config = config_of(new, weights_only=other.checkpoint(5), resume_step="auto")
+    config = config_of(new, init_from=other.checkpoint(5), resume_step="auto")
     attempt = start(config)
     assert attempt.resume_step is None
     ckpt = with_resume(config, attempt.resume_step).ckpt
-    assert ckpt is not None and (ckpt.weights_only, ckpt.resume_step) == (other.checkpoint(5), None)
+    assert ckpt is not None and (ckpt.init_from, ckpt.resume_step) == (other.checkpoint(5), None)
     add_checkpoint(new, 7)
     attempt = start(config)
     assert attempt.resume_step == 7
     ckpt = with_resume(config, attempt.resume_step).ckpt
-    assert ckpt is not None and (ckpt.weights_only, ckpt.resume_step) == (None, 7)
+    assert ckpt is not None and (ckpt.init_from, ckpt.resume_step) == (None, 7)
     with pytest.raises(RunDirError, match="its settings are not there to compare with"):
-        start(config_of(new, weights_only=other.checkpoint(5)))
+        start(config_of(new, init_from=other.checkpoint(5)))
 
 
 def test_unfit_weights_are_refused(other: RunDir, sft: Sft, tmp_path: Path, plain_model: Callable[..., Path]) -> None:
     model = ("--model.name", plain_model())
     (other.checkpoint(5) / "trainer" / ".metadata").write_text("INDEX")
-    code, _, err = sft("--ckpt.weights-only", other.checkpoint(5), *model)
+    code, _, err = sft("--ckpt.init-from", other.checkpoint(5), *model)
     assert code == 2 and ".metadata is damaged" in err
-    assert sft("--ckpt.weights-only", other.checkpoint(5), "--ckpt.verify", "size", *model)[0] == 0
+    assert sft("--ckpt.init-from", other.checkpoint(5), "--ckpt.verify", "size", *model)[0] == 0
 
     file = tmp_path / "cut.safetensors"
     file.write_bytes((plain_model() / "model.safetensors").read_bytes()[:-1])
-    code, _, err = sft("--ckpt.weights-only", file, *model)
-    assert code == 2 and f"{file} (ckpt.weights_only) was cut: it has " in err
+    code, _, err = sft("--ckpt.init-from", file, *model)
+    assert code == 2 and f"{file} (ckpt.init_from) was cut: it has " in err
     weights = add_weights(other, 10)
-    assert sft("--ckpt.weights-only", weights, *model)[0] == 0
-    code, _, err = sft("--ckpt.weights-only", weights, *model, "--model.lora.rank", "4")
+    assert sft("--ckpt.init-from", weights, *model)[0] == 0
+    code, _, err = sft("--ckpt.init-from", weights, *model, "--model.lora.rank", "4")
     assert code == 2 and "model.lora.rank: unset -> 4" in err
     assert not RunDir(tmp_path / "new").holds_run()
 
@@ -298,7 +298,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
 ) -> None:
     new.create()
     add_checkpoint(new, 7)
-    config = config_of(new, weights_only=other.checkpoint(10)).model_copy(
+    config = config_of(new, init_from=other.checkpoint(10)).model_copy(
         update={"model": TrainedModelConfig(name=str(plain_model()), lora=LoraConfig(rank=16))}
     )
     sizes = (plain_model() / "config.json").read_bytes()
@@ -325,7 +325,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
 def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
     new.create()
     shutil.copytree(plain_model(), new.weights_of(6))
-    for flag in ("--ckpt.weights-only", "--model.name", "--model.tokenizer"):
+    for flag in ("--ckpt.init-from", "--model.name", "--model.tokenizer"):
         code, _, err = sft(flag, new.weights_of(6), *flags)
         assert code == 2 and f"= {new.weights_of(6)} lies in {new.path}" in err and "--output-dir" in err
     config = config_of(new)
@@ -565,7 +565,7 @@ def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir
         shutil.rmtree(killed.checkpoint(step))
     for step in (1, 2):
         add_batch(killed, step, version=0)
-    same, warm = rl(killed, resume_step="auto"), rl(killed, resume_step="auto", weights_only=other.checkpoint(5))
+    same, warm = rl(killed, resume_step="auto"), rl(killed, resume_step="auto", init_from=other.checkpoint(5))
     assert start_rl(same).resume_step is None and killed.published_batches() == [1, 2, 5, 6, 7, 8, 9][:2]
     assert start_rl(warm).resume_step is None and killed.published_batches() == []
     add_batch(killed, 1, version=0)
@@ -574,9 +574,9 @@ def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir
 
 
 def test_a_run_from_other_weights_must_name_its_reference(other: RunDir, new: RunDir) -> None:
-    config = rl(new, weights_only=other.checkpoint(5))
+    config = rl(new, init_from=other.checkpoint(5))
     config.trainer.kl = KlConfig()
-    with pytest.raises(ConfigError, match=r"kl\.reference is needed with ckpt\.weights_only"):
+    with pytest.raises(ConfigError, match=r"kl\.reference is needed with ckpt\.init_from"):
         start_rl(config)
     assert not new.holds_run()
     config.trainer.kl.reference = str(other.path)

@@ -107,7 +107,7 @@ def test_an_attempt_knows_which_command_goes_on(run: RunDir, changes: dict[str, 
         ({"optim": {"lr": 0.5}}, "optim.lr: "),
         ({"model": {"lora": {"rank": 4}}}, "model.lora.rank: "),
         ({"max_steps": 50, "optim": {"schedule": "linear"}}, "optim.schedule: "),
-        ({"ckpt": {"weights_only": "elsewhere"}}, "ckpt.weights_only: unset -> elsewhere"),
+        ({"ckpt": {"init_from": "elsewhere"}}, "ckpt.init_from: unset -> elsewhere"),
     ],
 )
 def test_other_settings_are_refused_and_nothing_moves(run: RunDir, changes: dict[str, Any], said: str) -> None:

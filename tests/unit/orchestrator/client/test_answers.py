@@ -22,7 +22,7 @@ from holdfast.orchestrator.client import pool
 from holdfast.orchestrator.client.http import _RETRY_FAILING_S, Unavailable, load_vocab_size
 from holdfast.orchestrator.client.pool import FIRST_BACKOFF_S
 from holdfast.orchestrator.main import orchestrate
-from holdfast.protocol.rollouts import problem_of_logprobs, vocab_size_in
+from holdfast.protocol.rollouts import fault_of_logprobs, vocab_size_in
 from holdfast.run import journal
 from holdfast.run.record_log import RecordLog, read_records
 from holdfast.run.run_dir import RunDir
@@ -161,8 +161,8 @@ def test_the_size_of_the_vocabulary_comes_from_the_model(tmp_path: Path) -> None
 def test_a_config_that_cannot_be_read_and_numbers_whose_sum_is_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="config.json cannot be read: .*No such file"):
         vocab_size_in(tmp_path / "config.json")
-    assert problem_of_logprobs("logprobs", [-1e308, -1e308]) is None
-    said = problem_of_logprobs("logprobs", [-1e308, math.nan])
+    assert fault_of_logprobs("logprobs", [-1e308, -1e308]) is None
+    said = fault_of_logprobs("logprobs", [-1e308, math.nan])
     assert said == "logprobs holds nan, allowed are finite numbers up to 0"
 
 

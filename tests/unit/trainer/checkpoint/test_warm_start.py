@@ -289,4 +289,4 @@ def test_a_launcher_says_what_it_can_read_and_leaves_the_rest_to_the_trainer(mod
     assert not refusal(saved / "model.safetensors", "a/model on the hub")
     file = tmp_path / "huge.safetensors"
     file.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    assert f"{file} (ckpt.weights_only) is not a safetensors file, or was cut" in refusal(file, model)
+    assert f"{file} (ckpt.init_from) is not a safetensors file, or was cut" in refusal(file, model)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import DpoConfig, RewardTrainingConfig
-from holdfast.config.base import PREFERENCE_LOSSES
+from holdfast.config.named_algorithms import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample

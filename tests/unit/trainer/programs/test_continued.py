@@ -92,7 +92,7 @@ def test_a_warm_start_takes_the_weights_only(kind: str, straight: RunDir, sft: d
     published = straight.weights_of(STEPS)
     source = {"checkpoint": straight.checkpoint(STEPS), "weights": published}[kind]
     by_name = train("sft", tmp_path / "name", sft | {"model": {"name": str(published)}}, until=2)
-    warm = train("sft", tmp_path / "warm", sft | {"ckpt": {"weights_only": source}}, until=2)
+    warm = train("sft", tmp_path / "warm", sft | {"ckpt": {"init_from": source}}, until=2)
     assert column(warm, "step") == [1, 2] and column(warm, "samples") == [8, 16]
     assert exact_metrics(warm, (1, 2)) == exact_metrics(by_name, (1, 2))
     assert contents(warm.weights_of(2))["model.safetensors"] == contents(by_name.weights_of(2))["model.safetensors"]
@@ -105,7 +105,7 @@ def test_a_reward_model_is_trained_further_from_what_was_published(programs: Pro
     named = {"optim": {"lr": 1e-12}, "model": {"name": str(before.weights_of(HALF))}}
     settings = programs.settings("reward-model") | named
     adapted = settings | {"model": named["model"] | {"lora": {"rank": 2}}}
-    warm = settings | {"ckpt": {"weights_only": before.checkpoint(HALF)}}
+    warm = settings | {"ckpt": {"init_from": before.checkpoint(HALF)}}
     runs = [
         train("reward-model", tmp_path / name, one, until=1)
         for name, one in (("named", settings), ("warm", warm), ("adapted", adapted))
@@ -146,7 +146,7 @@ def test_what_a_run_depends_on_must_be_what_it_began_with(
     with pytest.raises(HoldfastError, match=message) as caught:
         train(name.split(",")[0], tmp_path / "run", settings, until=STEPS, resume=HALF)
     # In its own directory the run goes on from its own checkpoint, and is refused again.
-    assert ("weights-only" in str(caught.value)) == ("another --output-dir" in str(caught.value)), caught.value
+    assert ("init-from" in str(caught.value)) == ("another --output-dir" in str(caught.value)), caught.value
     assert manifest.verify(RunDir(tmp_path / "run").checkpoint(HALF)).step == HALF
 
 

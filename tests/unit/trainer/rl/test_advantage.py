@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from holdfast.config.base import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.config.named_algorithms import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.preference import PreferenceLossConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import ConfigError, TrainingError

@@ -578,7 +578,7 @@ def test_another_reference_is_refused_by_its_weights(start: Start, tiny_model: C
         start(kl={"reference": str(other)}, resume_step=1)
     message = str(caught.value)
     assert f"kl.reference = '{other}' holds other weights" in message and f"'{tiny_model()}'" in message
-    assert "--ckpt.weights-only" in message and caught.value.exit_code == 2
+    assert "--ckpt.init-from" in message and caught.value.exit_code == 2
     start(kl={"reference": str(same)}, resume_step=1)  # equal weights in another place
 
 

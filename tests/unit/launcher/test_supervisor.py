@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.launcher.cluster.hosts import LocalProcess
-from holdfast.launcher.supervise import Child, Supervisor, end_of_log, error_message, last_lines
+from holdfast.launcher.supervisor import Child, Supervisor, end_of_log, error_message, last_lines
 from holdfast.process.child import LAUNCHER_ENV
 from tests.runs.processes import HANG_S
 
@@ -76,7 +76,7 @@ def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path:
 
 
 def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.launcher.supervise.ECHO_S", HANG_S)
+    monkeypatch.setattr("holdfast.launcher.supervisor.ECHO_S", HANG_S)
     code = (
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os._exit(7)))\n"
         "import os; print('saves', flush=True); time.sleep(600)"
@@ -92,7 +92,7 @@ def test_the_echo_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_second_signal_ends_the_wait_for_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.launcher.supervise.ECHO_S", 0.0)
+    monkeypatch.setattr("holdfast.launcher.supervisor.ECHO_S", 0.0)
     with Supervisor() as supervisor:
         code = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
         child = supervisor.start("deaf", python(code), tmp_path / "d.log", environment={})
@@ -183,7 +183,7 @@ def test_what_a_child_started_outlives_a_launcher_that_is_killed(tmp_path: Path,
         "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     )
     launch = (
-        "import sys; from pathlib import Path; from holdfast.launcher.supervise import Supervisor\n"
+        "import sys; from pathlib import Path; from holdfast.launcher.supervisor import Supervisor\n"
         f"Supervisor().__enter__().start('child', {python(code)!r}, Path(sys.argv[1]), environment={{}})\n"
         "sys.stdin.read()"
     )
@@ -215,7 +215,7 @@ def test_the_error_of_a_log_is_its_last_error_block(tmp_path: Path) -> None:
 def test_of_a_long_log_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "long.log"
     log.write_text(f"error: old\n{'line' * 100}\nerror: new\n")
-    monkeypatch.setattr("holdfast.launcher.supervise._MOST_BYTES", 20)
+    monkeypatch.setattr("holdfast.launcher.supervisor._MOST_BYTES", 20)
     assert end_of_log(log) == ["lineline", "error: new"]
     assert error_message(log) == "new" and error_message(log, begin=log.stat().st_size) is None
 

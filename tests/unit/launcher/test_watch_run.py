@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
-from holdfast.launcher import failures, heal
+from holdfast.launcher import failures, watch_run
 from holdfast.launcher.failures import RestartLimit, engine_failure
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.run.run_dir import RunDir
@@ -131,7 +131,7 @@ def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(sta
 def test_evaluations_are_started_again_and_end_no_training(
     stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heal, "_MAX_EVALUATION_RESTARTS", 1)
+    monkeypatch.setattr(watch_run, "_MAX_EVALUATION_RESTARTS", 1)
     crashes = counted("evaluation", "if start < 3: sys.exit(1)")
     trainer = "while not Path('evaluation_starts').exists() or Path('evaluation_starts').stat().st_size < {}: "
     trainer += "time.sleep(0.02)\nmade('weights/step_1')"
@@ -145,7 +145,7 @@ def test_evaluations_are_started_again_and_end_no_training(
 def test_evaluations_wait_for_storage_as_training_does_and_are_not_given_up(
     stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heal, "_MAX_EVALUATION_RESTARTS", 0)
+    monkeypatch.setattr(watch_run, "_MAX_EVALUATION_RESTARTS", 0)
     full = counted("evaluation", f"if start < 4: sys.exit({STORAGE_FAILED})\nmade('evaluated')")
     trainer = "while not Path('evaluated').exists(): time.sleep(0.02)\nmade('weights/step_1')"
     assert stands.watch(heals=False, evaluation=full, trainer=trainer) == 0

@@ -38,7 +38,7 @@ from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.plan import EVALUATION, Plan
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.launcher.side_processes import SideProcesses
-from holdfast.launcher.supervise import REFRESH_S, STOP_TIMEOUT_S, Child, Supervisor
+from holdfast.launcher.supervisor import REFRESH_S, STOP_TIMEOUT_S, Child, Supervisor
 from holdfast.process.child import make_output_lossy
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
