@@ -53,6 +53,8 @@ DPO = "dpo"
 """`dpo` on the start's own answers; of a pretrained model on pairs of examples/smollm2."""
 SUPERVISED = {"sft": "sft", "lora": "sft", DPO: "dpo"}
 """The command of each variant that trains on data; of a pretrained model with the settings of examples/smollm2."""
+SHOWN = ("grpo", TRL, *ROUNDS, "sft", "lora")
+"""The variants of all tasks in the table of docs/evidence.md; of `to_json` it has all."""
 _EXAMPLE = Path("examples/smollm2")
 _DATA = {"sft": "sft", "dpo": "preferences"}
 

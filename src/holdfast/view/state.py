@@ -61,7 +61,7 @@ class Bottleneck:
 
     @property
     def advice(self) -> str:
-        """What helps, in words; empty if nothing limits the run."""
+        """Settings that help, in words; empty if nothing limits the run."""
         return _ADVICE.get(self.part, "")
 
     def __str__(self) -> str:

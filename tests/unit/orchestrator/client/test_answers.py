@@ -264,8 +264,8 @@ _NO_TEXT = b'{"boot_id": "\xff", "version": 0, "choices": []}'
 _MEANINGLESS: dict[str, tuple[Intercept, str]] = {
     "endless": (endless, r"was answered with more than \d+ bytes, the most that a right answer can have"),
     "bomb": (bomb, "content encoding 'gzip', which was not asked for"),
-    "no text": (lambda count: Response(_NO_TEXT), "gave an answer that is no GenerateResponse"),
-    "deep": (lambda count: Response(b'{"x": ' + b"[" * 50_000), "gave an answer that is no GenerateResponse"),
+    "no text": (lambda count: Response(_NO_TEXT), "gave an answer that is not a GenerateResponse"),
+    "deep": (lambda count: Response(b'{"x": ' + b"[" * 50_000), "gave an answer that is not a GenerateResponse"),
     "no text in an error": (lambda count: Response(b"\xff\xfe", status_code=400), "was answered 400: "),
     "a list": (lambda count: Response(b'["too hot"]', status_code=400), r"was answered 400: \['too hot'\]"),
 }

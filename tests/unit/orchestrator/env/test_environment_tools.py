@@ -229,7 +229,7 @@ _F = ToolCall("f", {"a": 1})
         ("hermes", "<tool_call>f</tool_call>", ["not JSON"]),
         ("hermes", "<tool_call>[1]</tool_call><tool_call>" + "[" * 100_000, ["must be {", "not JSON"]),
         ("qwen3_coder", "<tool_call>f</tool_call>", ["no <function=name>"]),
-        ("qwen3_coder", "<tool_call><function=f>3</function></tool_call>", ["no <parameter=name>value</parameter>: 3"]),
+        ("qwen3_coder", "<tool_call><function=f>3</function></tool_call>", ["<parameter=name>value</parameter>: 3"]),
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g"}', [_F, ToolCall("g")]),
         ("llama3_json", '{"answer": 3}', []),
         ("llama3_json", 'So {"name": "f"}', []),
@@ -241,7 +241,7 @@ _F = ToolCall("f", {"a": 1})
         ("mistral", '[TOOL_CALLS] {"name": "f"}', [ToolCall("f")]),
         # What a policy repeats without an end takes no longer than it is long.
         ("mistral", "[TOOL_CALLS]f" + " " * 100_000 + "x", ["calls are not JSON"]),
-        ("qwen3_coder", "<tool_call><function=f>" + "<parameter=a>" * 50_000, ["no <parameter=name>value</parameter>"]),
+        ("qwen3_coder", "<tool_call><function=f>" + "<parameter=a>" * 50_000, ["<parameter=name>value</parameter>"]),
     ],
 )  # fmt: skip
 def test_calls_that_are_none_and_calls_that_cannot_be_read(parser: str, text: str, calls: list[Any]) -> None:
