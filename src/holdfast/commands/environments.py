@@ -63,12 +63,20 @@ def _take_from_run(arguments: argparse.Namespace, words: list[str]) -> Environme
     from holdfast.config.rl import hand_down_shared
 
     run = hand_down_shared(parse_command_line(RlConfig, words)).orchestrator
-    for section in run.environments:
-        if arguments.id in (section.label, section.id):
-            arguments.model, arguments.seed = run.model.tokenizer_name or None, run.seed
-            arguments.seq_len = run.rollouts_of(section).seq_len
-            return section
     labels = [section.label for section in run.environments]
+    found = [one for one in run.environments if one.label == arguments.id]
+    found = found or [one for one in run.environments if one.id == arguments.id]
+    if len(found) > 1:
+        raise ConfigError(f"'{arguments.id}' is the id of several environments: give a name, of {', '.join(labels)}.")
+    if found:
+        (section,) = found
+        if section.curriculum is not None:
+            raise ConfigError(
+                f"environment '{section.label}' has a curriculum: check a level by {section.id} with the --args of it."
+            )
+        arguments.model, arguments.seed = run.model.tokenizer_name or None, run.seed
+        arguments.seq_len = run.rollouts_of(section).seq_len
+        return section
     raise ConfigError(
         f"'{arguments.id}' is not an environment of the run.{nearest(arguments.id, labels)} Allowed: "
         f"{', '.join(labels) or 'none, as orchestrator.environments is empty'}."

@@ -304,8 +304,9 @@ def exit_report(
         if not step:
             return [], fields
         if exit_code < 128:  # a stopped run has printed it
-            remedy = "with --ckpt.interval N a stopped run can continue"
-            lines.append(f"no checkpoint was saved: {'train from the first step again' if config.ckpt else remedy}")
+            saves = config.ckpt and (config.ckpt.interval or config.ckpt.every_minutes)
+            remedy = "train from the first step again" if saves else "with --ckpt.interval N a stopped run can continue"
+            lines.append(f"no checkpoint was saved: {remedy}")
         return lines, fields
     last = run_dir.checkpoint(steps[-1])
     resume = "--ckpt.resume-step latest"

@@ -43,7 +43,7 @@ _ADVICE = {
     "training": "more trainer ranks, a larger async_level",
     "weight update": "LoRA, weights.transport = 'collective'",
     "evaluation": "a larger eval.interval",
-    "checkpoints": "ckpt.save_async, a larger ckpt.interval",
+    "checkpoints": "a larger ckpt.interval",
 }
 
 
@@ -62,7 +62,7 @@ class Bottleneck:
     @property
     def advice(self) -> str:
         """Settings that help, in words; empty if nothing limits the run."""
-        return _ADVICE.get(self.part, "")
+        return "" if self.part == "none" else _ADVICE[self.part]
 
     def __str__(self) -> str:
         if self.part == "none":

@@ -262,13 +262,18 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
     assert code == 1 and "prompts   FAILED" in out and "prompts: and 2 more" in out
     Path("run.toml").write_text(
         f"model.name = '{BASE}'\n[orchestrator]\n"
-        "environments = [{id = 'faults:Sound'}, {id = 'faults:Tooled', name = 'tooled'}, {id = 'faults:Long'}]\n"
+        "environments = [{id = 'faults:Sound'}, {id = 'faults:Tooled', name = 'two'}, {id = 'faults:Tooled', name = "
+        "'tooled'}, {id = 'faults:Long'}]\n"
     )
     code, out, _ = environments("check", "tooled", "--num-tasks", "4", "@", "run.toml")
     assert code == 1 and "template  FAILED" in out, "the model of the run"
     code, out, _ = environments("check", "faults:Long", "@", "run.toml", "--orchestrator.seq-len", "2048")
     assert code == 0 and " of 2048 tokens" in out, "the length of the run"
-    for words, message in ((["tooled", "--seed", "1"], "--seed and `@`"), (["toled"], "Did you mean 'tooled'")):
+    for words, message in (
+        (["tooled", "--seed", "1"], "--seed and `@`"),
+        (["toled"], "Did you mean 'tooled'"),
+        (["faults:Tooled"], "is the id of several environments: give a name, of "),
+    ):
         code, _, err = environments("check", *words, "@", "run.toml")
         assert code == 2 and message in err
 

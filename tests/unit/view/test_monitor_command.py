@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import SftConfig
+from holdfast.config.base import CkptConfig
 from holdfast.errors import RunDirError
 from holdfast.launcher.failures import exit_report
 from holdfast.launcher.resume.attempt import Attempt
@@ -185,15 +186,15 @@ def test_a_run_directory_that_is_a_file_is_named_so(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
-    config = SftConfig.model_validate({"max_steps": 20, "ckpt": {}})
+    config = SftConfig.model_validate({"max_steps": 20, "ckpt": {"interval": 10}})
 
     def lines(step: int, exit_code: int) -> list[str]:
         return exit_report(Attempt(run_dir, 1, None), config, step=step, exit_code=exit_code)[0]
 
     assert lines(0, 2) == [], "a mistake in what was given is one message"
     assert lines(5, 143) == [] and lines(5, 4) == ["no checkpoint was saved: train from the first step again"]
-    config.ckpt = None
-    assert len(lines(5, 0)) == 1 and "--ckpt.interval" in lines(5, 0)[0]
+    for config.ckpt in (CkptConfig(), None):
+        assert len(lines(5, 0)) == 1 and "--ckpt.interval" in lines(5, 0)[0]
     assert lines(5, 3)[0] == "ended at step 5 of 20, by an error"
     write_checkpoint(run_dir, 5)
     (line,) = lines(5, 143)

@@ -190,7 +190,10 @@ class ReferenceWork(Generic[P]):
             if not place.exists():
                 raise damage or CheckpointError(told)
             unknown_P2 = np.full((len(self.preferences), 2), np.nan)
-            table = ReferenceTable(unknown_P2, **json.loads(place.read_bytes()))
+            try:
+                table = ReferenceTable(unknown_P2, **json.loads(place.read_bytes()))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"{place} is damaged, or of another version: {error}") from None
             kept, self._is_damaged = self._kept, True
             if kept is not None and kept.made_by == table.made_by:
                 table, source = kept, f"that of {self._path} is the same"

@@ -123,7 +123,7 @@ def test_latest_falls_back_past_damage_and_auto_starts_afresh_only_where_there_i
         path = run_dir.checkpoint(step) / TRAINER_DIR / "progress.json"
         path.write_bytes(path.read_bytes()[:-1])
 
-    state = make_state()
+    state = make_state(steps=1)
     before = copied(state.tensors())
     with Checkpointer(run_dir.checkpoints, state) as checkpointer:
         assert checkpointer.load("auto") == 0

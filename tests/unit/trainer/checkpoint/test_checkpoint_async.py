@@ -362,10 +362,11 @@ def test_what_a_writer_loses_or_a_disk_cuts_fails_the_save(
         )
     ):
         checkpointer = Checkpointer(run_dir.checkpoints, make_state(steps=1))
-        with monkeypatch.context() as patch, pytest.raises(SaveError, match=said):
+        with monkeypatch.context() as patch:
             patch.setattr(FileSystemWriter, method, partialmethod(fault, getattr(FileSystemWriter, method)))
             checkpointer.save(step)
-            checkpointer.close()
+            with pytest.raises(SaveError, match=said):
+                checkpointer.close()
         assert run_dir.committed_steps() == []
 
 

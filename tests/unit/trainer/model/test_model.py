@@ -32,6 +32,7 @@ from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import decoder_layers
 from holdfast.trainer.optimizer import build_optimizer
 from tests.builders.train_states import local_part
+from tests.models.families import FAMILIES, write_model
 
 Models = Callable[..., Path]
 LENGTHS = (7, 3, 12)
@@ -298,6 +299,11 @@ def check(directory: Path, mesh: Mesh, **settings: Any) -> None:
     theirs = trained_tensors(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", "falcon_h1", "bloom"])
+def test_families_are_read_in_parts(name: str, mesh: Mesh, tmp_path: Path) -> None:
+    check(write_model(next(one for one in FAMILIES if one.name == name), tmp_path / "model", seed=2), mesh)
 
 
 def test_several_files_are_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
