@@ -192,7 +192,7 @@ class Tokenizer:
         """Return the ids of a chat, up to the beginning of the assistant's turn.
 
         Raises:
-            ConfigError: there is no chat template.
+            ConfigError: the tokenizer has no chat template.
             DataError: the template refuses the messages, or leaves out a tool call.
         """
         text = self.render(messages, open_turn=True, tools=tools, options=options)

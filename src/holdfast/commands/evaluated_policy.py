@@ -115,7 +115,7 @@ def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
 
 def step_of_run(run: Path, wanted: int | str) -> int:
     """Return the step that is meant, which has a checkpoint that is whole, or weights that are published. Raise
-    DataError if there is no run; CheckpointError if the step is not there or damaged, listing the steps that are
+    DataError without a run; CheckpointError if the step is not there or damaged, listing the steps that are
     there."""
     run_dir = RunDir(run)
     if not run_dir.holds_run():

@@ -46,7 +46,7 @@ def text(command: str, summary: str, argv: Sequence[str]) -> str:
     Args:
         summary: what the command does, in a sentence.
 
-    Raise ConfigError if there is no section of that name.
+    Raise ConfigError if no section has that name.
     """
     sections = _sections(command)
     width = min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)

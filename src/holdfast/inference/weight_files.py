@@ -106,7 +106,7 @@ class Architecture:
 def read_architecture(model_dir: Path) -> Architecture:
     """Return which tensors the weights of the model in `model_dir` consist of.
 
-    The headers of its weights say so; without weights, transformers builds the model of its config.json on the meta
+    The headers of its weights name them; without weights, transformers builds the model of its config.json on the meta
     device.
     """
     tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))

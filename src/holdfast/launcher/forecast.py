@@ -83,7 +83,7 @@ def forecast_alone(config: TrainingCommand | RlConfig) -> int:
 
     Raises:
         ConfigError: the step does not fit.
-        DataError: there is no config.json, or the model cannot be trained.
+        DataError: config.json is missing, or the model cannot be trained.
     """
     trainer = config.trainer if isinstance(config, RlConfig) else config
     assert trainer.parallel.card_gb is not None

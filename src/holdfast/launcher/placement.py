@@ -70,7 +70,7 @@ class ClusterPlacement:
         """Write into the configuration of one server where it listens.
 
         Raises:
-            ConfigError: other machines can reach it, and there is no admin token.
+            ConfigError: other machines can reach it, and it has no admin token.
         """
         host, server = self.cluster.host(name), config.server
         if not ipaddress.ip_address(host.address).is_loopback and read_admin_token(server.admin_token_env) is None:

@@ -160,7 +160,7 @@ class RecordLog:
 
 
 def _payload(data: bytes, start: int) -> bytes | None:
-    """Return the payload of the record at `start`, or None if there is no whole one."""
+    """Return the payload of the record at `start`, or None if the record is not whole."""
     body = start + _HEAD_BYTES
     if data[start : start + len(MARKER)] != MARKER:
         return None

@@ -29,7 +29,7 @@ def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
     """Return the directories of the batches that STEP arguments name, each once, in their order.
 
     Raises:
-        RunDirError: there is no run.
+        RunDirError: the directory holds no run.
         CheckpointError: a batch is not there; names the batches that are.
         ConfigError: an argument is not a STEP.
     """

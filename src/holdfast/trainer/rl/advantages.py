@@ -255,7 +255,7 @@ def online_dpo(groups: Groups, *, beta: float | None) -> list[list[float]]:
     (d_w - d_l)`, d = log policy - log reference of the whole answer. Its gradient is `-beta sigmoid(-h)` times the
     gradient of `l_w - l_l`. REINFORCE with `beta sigmoid(-h)` as the advantage of the best, minus that as the worst's,
     and 0 for all others takes the same step. This holds if a step has one update: h is computed with the weights before
-    the step. With equal rewards there is no pair, and all advantages are 0.
+    the step. With equal rewards no pair is formed, and all advantages are 0.
 
     The advantages are as many times larger as there are rollouts for each problem: then the mean over rollouts of the
     sums of their tokens (`aggregation = "constant"`, `constant_tokens = 1`) is the mean over problems.
