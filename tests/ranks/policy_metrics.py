@@ -22,7 +22,7 @@ from holdfast.trainer.optimizer import _orthogonalized, build_optimizer, update_
 from holdfast.trainer.rl.batch import ADVANTAGE, AGE, SAMPLER_LOGPROB, measure_targets, plan_epochs
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_distillation_term
 from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.train_step import policy_step
+from holdfast.trainer.rl.train_step import forward_backward
 from tests.builders.policy_inputs import policy_input
 from tests.models.families import group_samples, random_samples
 from tests.ranks.two import run_on_ranks
@@ -105,7 +105,7 @@ def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Te
     config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
     loss = with_distillation_term(build_policy_loss(config), config, 2.0)
     statistics = PolicyStatistics([0], has_reference=False)
-    value = policy_step(student, minibatch, loss, mesh, statistics, reading=PLAIN, teacher=other)
+    value = forward_backward(student, minibatch, loss, mesh, statistics, reading=PLAIN, teacher=other)
     reshard(other)
     found = {"loss": torch.tensor(value)}
     for name, parameter in student.hf_model.named_parameters():

@@ -53,7 +53,7 @@ class _Sequence:
         if last is not None and last.version != version:
             self.spans.append(last)
             last = None
-        self.spans.append(SampledSpan(version, start if last is None else last.start, start + 1, digest))
+        self.spans.append(SampledSpan(version, start if last is None else last.start, start + 1, digest=digest))
         if token in self.request.stop_token_ids:
             self.end("stop")
         elif self.num_sampled == self.request.max_tokens:

@@ -1,8 +1,8 @@
 """The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines.
 
-`show STEP [--problem I]`, `stats [STEP ...]` and `export STEP ... --to FILE`. The command verifies every batch against
-its manifest before it shows or writes anything. An export has one rollout per line, with the
-step and the policy version of its batch.
+`show STEP [--problem I]`, `trace STEP INDEX`, `stats [STEP ...]` and `export STEP ... --to FILE`. The command verifies
+every batch against its manifest before it shows or writes anything. An export has one rollout per line, with the step
+and the policy version of its batch.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def main(argv: list[str]) -> int:
     run_dir = RunDir(arguments.output_dir)
     if arguments.command == "show":
         report = show(run_dir, step=arguments.step, problem=arguments.problem)
+    elif arguments.command == "trace":
+        report = trace(run_dir, step=arguments.step, index=arguments.index)
     elif arguments.command == "stats":
         report = stats(run_dir, steps=arguments.steps)
     else:
@@ -61,6 +63,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     show_parser = subcommands.add("show", "Show the problems of one batch, or the rollouts of one problem.")
     show_parser.add_argument("step", metavar="STEP")
     show_parser.add_argument("--problem", type=int, metavar="I", help="show all turns of problem I, counted from 0")
+    trace_parser = subcommands.add("trace", "Show which weights and which request sampled each token of one rollout.")
+    trace_parser.add_argument("step", metavar="STEP")
+    trace_parser.add_argument("index", type=int, metavar="INDEX", help="place of the rollout in its batch, from 0")
     stats_parser = subcommands.add("stats", "Show a line of numbers per batch.")
     stats_parser.add_argument("steps", nargs="*", metavar="STEP", help="all batches if none is named")
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
@@ -72,16 +77,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
     """Show the problems of one batch, or every turn of one of its problems. Raise CheckpointError if the batch is not
     there, or damaged; ConfigError if the problem does not exist, or STEP means several batches."""
-    directories = find_batches(run_dir, [step])
-    if len(directories) != 1:
-        raise ConfigError(f"show takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several.")
-    batch = read_batch_at(directories[0])
+    directory = _one_batch(run_dir, "show", step)
+    batch = read_batch_at(directory)
     groups = problems_of(batch)
     if problem is None:
-        return _show_batch(directories[0], batch, groups)
+        return _show_batch(directory, batch, groups)
     if not 0 <= problem < len(groups):
         raise ConfigError(f"--problem {problem}: batch {batch.step} has the problems 0 to {len(groups) - 1}.")
     return _show_problem(batch, problem, groups[problem], text_of(run_dir))
+
+
+def _one_batch(run_dir: RunDir, command: str, step: str) -> Path:
+    directories = find_batches(run_dir, [step])
+    if len(directories) != 1:
+        raise ConfigError(
+            f"{command} takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several."
+        )
+    return directories[0]
 
 
 def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> Report:
@@ -172,6 +184,63 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
             branch = turn["branch"]
             parts.append(f"  {what} | {_shown(turn['text'], turn['token_ids'])}")
     return Report(document | {"no_text": text.reason or None, "rollouts": shown}, parts)
+
+
+def trace(run_dir: RunDir, *, step: str, index: int) -> Report:
+    """Show for each part of one rollout the weights and the request that sampled it. A server with these weights
+    answers the `request` of a part with the same tokens. Raise as `show`."""
+    batch = read_batch_at(_one_batch(run_dir, "trace", step))
+    if not 0 <= index < len(batch.rollouts):
+        raise ConfigError(f"INDEX {index}: batch {batch.step} has the rollouts 0 to {len(batch.rollouts) - 1}.")
+    rollout, text = batch.rollouts[index], text_of(run_dir)
+    digests = {batch.policy_version: batch.weights_digest, **batch.older_digests}
+    parts = [
+        {
+            "start": span.start,
+            "end": span.end,
+            "version": span.version,
+            "weights_digest": digests[span.version],
+            "request": {
+                "token_ids": rollout.token_ids[_branch_start(rollout, span.start) : span.start].tolist(),
+                "seeds": [span.seed],
+                "max_tokens": span.end - span.start,
+                **msgspec.to_builtins(rollout.sampling),
+            },
+            "text": text.decode(ids := rollout.token_ids[span.start : span.end].tolist()),
+            "token_ids": ids,
+        }
+        for span in rollout.versions
+    ]
+    document = {
+        "step": batch.step,
+        "index": index,
+        "environment": rollout.environment,
+        "task_id": rollout.task_id,
+        "sample_index": rollout.sample_index,
+        "reward": rollout.reward,
+        "parts": parts,
+    }
+    title = (
+        f"batch {batch.step}, rollout {index}: sample {rollout.sample_index} of task {rollout.task_id} of "
+        f"{rollout.environment}, reward {number(rollout.reward)}"
+    )
+    if not parts:
+        return Report(document, [title, f"sampled by {_sampler(batch)}"])
+    rows = [
+        (
+            f"{part['start']}-{part['end'] - 1}",
+            str(part["version"]),
+            part["weights_digest"],
+            str(part["request"]["seeds"][0]),
+            _shown(part["text"], part["token_ids"]),
+        )
+        for part in parts
+    ]
+    return Report(document, [title, Grid((">tokens", ">version", "digest of the weights", ">seed", "text"), rows)])
+
+
+def _branch_start(rollout: Rollout, place: int) -> int:
+    return max(start for start in rollout.branch_starts if start <= place)
 
 
 def _shown(text: str | None, token_ids: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """Settings of the trainer of `rl`, and the checks of advantages and rewards.
 
 The checks refuse advantages that cannot be combined with other settings. `rl` knows the settings of trainer and
-orchestrator, so it also checks what the two must agree on. `holdfast.config.base` lists the advantages.
+orchestrator, so it also checks what the two must agree on. `holdfast.config.named_algorithms` lists the advantages.
 """
 
 from typing import Annotated, Literal, Self

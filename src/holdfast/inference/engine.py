@@ -239,7 +239,7 @@ def _choice(index: int, output: CompletionOutput) -> Choice:
         token_ids=TokenIds(output.token_ids),
         logprobs=Logprobs(logprobs.logprobs),
         finish_reason=output.finish_reason or "abort",
-        versions=[SampledSpan(version, span.start, span.end, digest) for version, digest, span in labelled],
+        versions=[SampledSpan(version, span.start, span.end, digest=digest) for version, digest, span in labelled],
     )
 
 

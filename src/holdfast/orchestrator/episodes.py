@@ -318,8 +318,8 @@ def context_of(problem: Problem) -> str:
 def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
     merged: list[VersionSpan] = []
     for span in spans:
-        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
-            merged[-1] = VersionSpan(span.version, merged[-1].start, span.end)
+        if merged and (merged[-1].version, merged[-1].seed, merged[-1].end) == (span.version, span.seed, span.start):
+            merged[-1] = VersionSpan(span.version, merged[-1].start, span.end, span.seed)
         else:
             merged.append(span)
     return merged
@@ -417,7 +417,8 @@ class Sampler:
             choices = await self._client.generate(request, affinity=affinity)
             moved()
             # First: a killed run must find every answer that an environment acted on.
-            self._log.append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=choices)
+            completions = [_of_seed(choice, seed) for choice, seed in zip(choices, seeds, strict=True)]
+            self._log.append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=completions)
         except BaseException as error:
             if isinstance(error, Exception):
                 self._failure.set(error)
@@ -431,6 +432,12 @@ class Sampler:
             if not isinstance(error, Exception):
                 raise
             return
-        for future, choice in zip(waiting.values(), choices, strict=True):
+        for future, completion in zip(waiting.values(), completions, strict=True):
             if not future.done():
-                future.set_result(choice)
+                future.set_result(completion)
+
+
+def _of_seed(choice: Completion, seed: int) -> Completion:
+    """Return what an engine sampled with `seed`, without what belongs to the engine's answer alone."""
+    spans = [VersionSpan(span.version, span.start, span.end, seed) for span in choice.versions]
+    return Completion(choice.token_ids, choice.logprobs, choice.finish_reason, spans)

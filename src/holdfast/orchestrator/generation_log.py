@@ -27,7 +27,7 @@ from holdfast.run.run_dir import RunDir
 
 _log = logging.getLogger("orchestrator")
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -429,7 +429,7 @@ class Workers:
         worker.life.add_done_callback(lambda _: self._living.discard(worker))
         return worker
 
-    async def play(self, problem: Problem, step: int, sampler: Remembering, *, is_alone: bool = False) -> Outcome:
+    async def play(self, problem: Problem, step: int, sampler: TurnCache, *, is_alone: bool = False) -> Outcome:
         """Return what `run_group` would, from a worker; a group that ends its worker fails as `on_error` says.
 
         Raises GroupKilled if the worker, or a process of the environment's own, was killed from outside.
@@ -467,7 +467,7 @@ class Workers:
             await worker.close()  # it would not free its memory
         return ended
 
-    async def _play_alone(self, problem: Problem, step: int, sampler: Remembering) -> Played | Failed:
+    async def _play_alone(self, problem: Problem, step: int, sampler: TurnCache) -> Played | Failed:
         """Return the result of a group from a worker of its own.
 
         Raises _AtRest if it waits for the next round, for which other groups may need the place of this worker.
@@ -506,7 +506,7 @@ async def starting_workers(config: OrchestratorConfig) -> AsyncIterator[dict[str
         yield {one.name: await stack.enter_async_context(one) for one in workers}
 
 
-class Remembering:
+class TurnCache:
     """Samples each turn of a group once, however often the group is played.
 
     Attributes:
@@ -567,19 +567,19 @@ class GroupPlayer:
     sampler: TurnSampler
     workers: Mapping[str, Workers]
 
-    async def play(self, problem: Problem, step: int, *, remembering: Remembering | None = None) -> Outcome:
+    async def play(self, problem: Problem, step: int, *, turns: TurnCache | None = None) -> Outcome:
         """Return what `run_group` does; a group whose process is killed from outside is played again."""
-        remembering = remembering or Remembering(self.sampler)
+        turns = turns or TurnCache(self.sampler)
         try:
-            outcome = await self._play_until_it_ends(problem, step, remembering)
+            outcome = await self._play_until_it_ends(problem, step, turns)
         finally:
-            remembering.close()
+            turns.close()
         for rollout in [] if isinstance(outcome, Dropped) else outcome:
             # Here, since workers only know `max_tokens`.
             rollout.sampling = self.config.rollouts_of(problem.settings).sampling
         return outcome
 
-    async def _play_until_it_ends(self, problem: Problem, step: int, sampler: Remembering) -> Outcome:
+    async def _play_until_it_ends(self, problem: Problem, step: int, sampler: TurnCache) -> Outcome:
         told, is_alone = "", False
         for num_killed in range(MOST_KILLED + 1):
             if told:

@@ -23,7 +23,7 @@ from holdfast.errors import ConfigError
 from holdfast.orchestrator.batch_maker import BatchMaker, Selection
 from holdfast.orchestrator.episodes import Outcome, Problem, Sampler, TurnRequest
 from holdfast.orchestrator.generation_log import Answer, prompt_hash
-from holdfast.orchestrator.group_players import GroupPlayer, Remembering
+from holdfast.orchestrator.group_players import GroupPlayer, TurnCache
 from holdfast.orchestrator.judge_client import guarded
 from holdfast.orchestrator.state import OpenGroup, OrchestratorState, RoundsState, TaskSeed, stable_seed
 from holdfast.orchestrator.weight_sync import PublishedWeights
@@ -71,10 +71,10 @@ class _LiveGroup:
         self.outcome: Outcome | None = None
         self._maker = maker
         self._clocks = [_TokenClock(first) for first in entry.first_rounds]
-        self._turns = Remembering(self)
+        self._turns = TurnCache(self)
         self._turns.is_resting = lambda: not self._has_ended and self._is_settled()
         player = GroupPlayer(maker.config, maker.tokenizer, self, maker.workers)
-        self._playing = asyncio.create_task(player.play(problem, entry.step, remembering=self._turns))
+        self._playing = asyncio.create_task(player.play(problem, entry.step, turns=self._turns))
         self._playing.add_done_callback(self._note_end)
 
     @property
@@ -210,8 +210,6 @@ class _LiveGroup:
         key = (prompt_hash(asked.token_ids), asked.sampling, asked.max_tokens, asked.seed)
         if (found := self.parts.get(key)) is None:
             part = await self._maker.sampler.sample(asked)
-            spans = [VersionSpan(span.version, span.start, span.end) for span in part.versions]
-            part = Completion(part.token_ids, part.logprobs, part.finish_reason, spans)
             found = self.parts[key] = Answer(key[0], asked.sampling, asked.max_tokens, [asked.seed], [part])
         else:
             self._maker.num_reused += 1
@@ -229,7 +227,7 @@ def _joined(parts: Sequence[Completion]) -> Completion:
     token_ids, logprobs, versions = TokenIds(), Logprobs(), list[VersionSpan]()
     for part in parts:
         start = len(token_ids)
-        versions += [VersionSpan(span.version, start + span.start, start + span.end) for span in part.versions]
+        versions += [span.moved(start) for span in part.versions]
         token_ids.extend(part.token_ids)
         logprobs.extend(part.logprobs)
     return Completion(token_ids, logprobs, parts[-1].finish_reason, versions)

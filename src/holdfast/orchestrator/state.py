@@ -17,7 +17,7 @@ import xxhash
 from holdfast.errors import CheckpointError
 from holdfast.run.journal import Counts
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 
 class LevelState(msgspec.Struct, kw_only=True):

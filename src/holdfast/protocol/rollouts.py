@@ -140,7 +140,7 @@ PLAIN_SAMPLING = Sampling()
 """At temperature 1, from all tokens."""
 
 
-BATCH_FORMAT = 7
+BATCH_FORMAT = 8
 
 DropReason = Literal[
     "zero_signal", "environment_error", "prompt_too_long", "timeout", "crash", "memory",
@@ -153,11 +153,20 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a rollout were sampled by policy `version`, as the engine reports."""
+    """Tokens [start, end) of a rollout were sampled by policy `version`, as the engine reports.
+
+    Attributes:
+        seed: of the request that sampled them, from the tokens before them.
+    """
 
     version: int
     start: int
     end: int
+    seed: int = 0
+
+    def moved(self, by: int) -> VersionSpan:
+        """Return the span of the same tokens where `by` tokens stand before."""
+        return VersionSpan(self.version, self.start + by, self.end + by, self.seed)
 
 
 class StepRewards(msgspec.Struct, frozen=True):

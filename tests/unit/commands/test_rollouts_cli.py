@@ -255,6 +255,8 @@ def test_export_that_fails_leaves_nothing(
         (["show", "1" * 5000], "111' is not a STEP"),
         (["stats", f"1-{'1' * 5000}"], "111' is not a STEP"),
         (["show", "3", "--problem", "2"], "batch 3 has the problems 0 to 1"),
+        (["trace", "2-3", "0"], "trace takes one batch, '2-3' means 2"),
+        (["trace", "3", "4"], "INDEX 4: batch 3 has the rollouts 0 to 3"),
         (["export", "3"], "required: --to"),
         (["export", "3", "--to", "there.jsonl"], "exists already"),
     ],

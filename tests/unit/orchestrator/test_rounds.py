@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast import Message, TaskSeed
+from holdfast.commands.rollouts import trace
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.env.interface import Score, Session, Task
@@ -84,6 +85,24 @@ def test_groups_of_several_batches_go_on_side_by_side(tmp_path: Path) -> None:
         assert set(batch.older_digests) == of_batch - {batch.policy_version}
     everything = [(one.task_id, one.sample_index) for _, rollouts in made for one in rollouts]
     assert len(set(everything)) == len(everything) == 8 * 3 * 4
+
+
+def test_a_trace_names_the_request_and_the_weights_of_every_sampled_token(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    made = _in_rounds(tmp_path, engine, max_steps=4)
+    asked = {(tuple(one["token_ids"]), seed, one["weights_digest"]) for one in engine.requests for seed in one["seeds"]}
+    versions = set[int]()
+    for step, (_, rollouts) in enumerate(made, start=1):
+        for index, rollout in enumerate(rollouts):
+            parts = trace(RunDir(tmp_path), step=str(step), index=index).document["parts"]
+            requests = [part["request"] for part in parts]
+            told = [(tuple(one["token_ids"]), *one["seeds"]) for one in requests]
+            assert all(1 <= one["max_tokens"] <= 4 for one in requests)
+            assert all((*one, part["weights_digest"]) in asked for one, part in zip(told, parts, strict=True))
+            traced = {place for part in parts for place in range(part["start"], part["end"])}
+            assert traced == {place for place, sampled in enumerate(rollout.loss_mask) if sampled}
+            versions.add(len({part["version"] for part in parts}))
+    assert versions >= {1, 2}
 
 
 def test_no_short_group_takes_the_place_of_a_long_group_that_would_be_too_old(tmp_path: Path) -> None:

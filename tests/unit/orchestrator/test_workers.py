@@ -195,9 +195,9 @@ def test_a_turn_with_another_limit_is_another_turn() -> None:
         return turn.max_tokens
 
     async def ask() -> list[object]:
-        remembering = group_players.Remembering(SimpleNamespace(sample=sample))  # type: ignore[arg-type]
+        cache = group_players.TurnCache(SimpleNamespace(sample=sample))  # type: ignore[arg-type]
         turns = [TurnRequest([5], 0, PLAIN_SAMPLING, most, 1, Affinity()) for most in (3, 2, 3)]
-        return [await remembering.sample(turn) for turn in turns]  # type: ignore[misc]
+        return [await cache.sample(turn) for turn in turns]  # type: ignore[misc]
 
     assert asyncio.run(ask()) == [3, 2, 3] and asked == [3, 2]
 

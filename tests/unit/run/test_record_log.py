@@ -218,7 +218,7 @@ def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     printed = subprocess.run([sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True)
     header, *answers = map(msgspec.json.decode, printed.stdout.splitlines())
-    assert (header["format"], header["step"], header["weights_digest"]) == (5, 7, "d")
+    assert (header["format"], header["step"], header["weights_digest"]) == (6, 7, "d")
     assert [answer["seeds"] for answer in answers] == [[0], [1]]
     printed_completion = answers[1]["completions"][0]
     assert printed_completion["token_ids"] == [11, 3] and printed_completion["logprobs"] == [-1.0, -0.5]
@@ -248,7 +248,7 @@ def test_the_batch_of_another_step_or_format_is_refused(run_dir: RunDir) -> None
     old = {"format": 1, "step": 3, "rollouts": [rollout]}
     cases = [
         (encode_batch(make_batch(step=4)), "expected batch 3"),
-        (msgspec.msgpack.encode(old), r"batch\.msgpack cannot be read: it has format 1; this .* format 7"),
+        (msgspec.msgpack.encode(old), r"batch\.msgpack cannot be read: it has format 1; this .* format 8"),
         (b"\xc1 no msgpack", "cannot be read"),
     ]
     batch = msgspec.msgpack.decode(encode_batch(make_batch()))

@@ -45,7 +45,7 @@ from holdfast.trainer.rl.batch import (
 )
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.train_step import policy_step
+from holdfast.trainer.rl.train_step import forward_backward
 
 META = torch.device("meta")
 LENGTHS = (9, 4, 12, 7, 3)
@@ -188,13 +188,13 @@ SEVERAL = Reading(SamplingByToken((Sampling(0.7, top_p=0.9, top_k=5), Sampling(1
 
 
 @pytest.mark.parametrize(("name", "reading"), [*((name, ONE) for name in LOSSES), ("grpo", SEVERAL)])
-def test_policy_steps(
+def test_forward_and_backward(
     name: str, reading: Reading, policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]
 ) -> None:
     config = PolicyLossConfig.model_validate({"type": name} | LOSSES[name])
     statistics = PolicyStatistics([0, 1], has_reference=True)
     batch = minibatch(SAMPLER_LOGPROB, OLD_LOGPROB, REFERENCE_LOGPROB, ADVANTAGE, AGE, SAMPLING)
-    loss = policy_step(policy, batch, build_policy_loss(config), on_device, statistics, reading=reading)
+    loss = forward_backward(policy, batch, build_policy_loss(config), on_device, statistics, reading=reading)
     assert loss == 0.5 and len(passes) == 4 and reads == ["loss"] and has_gradients(policy)
 
 

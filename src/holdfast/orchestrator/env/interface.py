@@ -279,7 +279,7 @@ class Session:
         self._is_turn_open = False
         start = len(self._token_ids)
         self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
-        self._versions += [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.versions]
+        self._versions += [span.moved(start) for span in turn.versions]
         self.truncated = self.truncated or turn.finish_reason == "length"
         self._turn_ends.append(len(self._token_ids))
         self._texts.append(self._tokenizer.decode(turn.token_ids))

@@ -76,7 +76,7 @@ from holdfast.trainer.rl.batch import (
 )
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.train_step import policy_step
+from holdfast.trainer.rl.train_step import forward_backward
 
 _SMALL_CHUNK = 256
 _ROWS = 2  # the first, and the last: with its own collectives, and beside the gradients of the first
@@ -288,7 +288,7 @@ def _rl(config: TrainerConfig, policy: Policy, mesh: Mesh, load: Load, measured:
         for model in measured:
             measure(model)
         statistics = PolicyStatistics([0], has_reference=config.kl is not None)
-        policy_step(policy, few, build_policy_loss(config.loss), mesh, statistics, reading=reading)
+        forward_backward(policy, few, build_policy_loss(config.loss), mesh, statistics, reading=reading)
 
     rows = len(minibatch.micro_batches)
     return _Work(rows, build().input_ids_BL.numel(), sum(map(len, epochs)), run, rows * len(epochs[0]))

@@ -3,7 +3,7 @@
 Each returns losses per pair. The program divides by the pairs of the whole optimizer step, over all ranks and
 micro-batches, so a step has one loss however it is split.
 
-To add one: its function here, and its line in `holdfast.config.base`.
+To add one: its function here, and its line in `holdfast.config.named_algorithms`.
 
 Shape legend: P pairs, A answers that are labelled one by one.
 """

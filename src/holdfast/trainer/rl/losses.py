@@ -10,7 +10,7 @@ loss is pi / mu: trained policy over sampler. With a correction, the ratio split
 (pi_old / mu), where pi_old is the trainer's policy at the start of the step. The loss clips the first factor. The
 optimizer cannot change the second factor; `correction_factors` bounds it.
 
-To add a loss, write its function here, and its line in `POLICY_LOSSES` of `holdfast.config.base`.
+To add a loss, write its function here, and its line in `POLICY_LOSSES` of `holdfast.config.named_algorithms`.
 
 Shape legend: N predicted tokens of the forward pass.
 """

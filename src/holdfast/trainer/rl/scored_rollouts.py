@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from holdfast.trainer.rl.kl import KlPenalty
 
 
-def score_rollouts(
+def attach_rewards(
     groups: Sequence[Sequence[Rollout]],
     samples: Sequence[Sample],
     rewards_PG: Sequence[Sequence[float]],

@@ -2,8 +2,8 @@
 
     learn: rollouts -> samples -> measure (no gradient) -> rewards and advantages -> updates -> averages
 
-`policy_step` is forward and backward of one update of the policy. `holdfast.trainer.rl.components` holds the models
-beside the policy. With the default settings there is nothing to measure, and one update.
+`forward_backward` accumulates the gradients of one update of the policy. `holdfast.trainer.rl.components` holds the
+models beside the policy. With the default settings there is nothing to measure, and one update.
 
 Shape legend: N predicted tokens of one forward pass.
 """
@@ -67,11 +67,11 @@ from holdfast.trainer.rl.losses import (
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.mismatch import MismatchCheck
 from holdfast.trainer.rl.rewards import rewards_of_batch
-from holdfast.trainer.rl.scored_rollouts import score_rollouts
+from holdfast.trainer.rl.scored_rollouts import attach_rewards
 from holdfast.trainer.session import Stopwatch, TrainSession
 
 
-def policy_step(
+def forward_backward(
     policy: Policy,
     minibatch: Minibatch,
     loss_function: PolicyLoss,
@@ -272,7 +272,7 @@ class Learner:
                 assert config.kl.estimator is not None  # the config fills it in
                 penalty = KlPenalty(components.kl.coef, config.kl.estimator)
         masks = config.rewards.truncated == "mask"
-        scored = score_rollouts(groups, samples, rewards_PG, penalty, mask_truncated=masks)
+        scored = attach_rewards(groups, samples, rewards_PG, penalty, mask_truncated=masks)
         if config.critic is not None:
             assign_gae_advantages(samples, scored, config.critic)
             if config.critic.whiten:
@@ -402,7 +402,7 @@ class Learner:
         self._mismatch.before_update(step, statistics)
 
     def _step(self, minibatch: Minibatch, statistics: PolicyStatistics, reading: Reading) -> float:
-        loss = policy_step(
+        loss = forward_backward(
             self._policy,
             minibatch,
             self._loss,

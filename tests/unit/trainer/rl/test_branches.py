@@ -27,7 +27,7 @@ from holdfast.trainer.rl.auxiliary_models import RewardModel
 from holdfast.trainer.rl.batch import VALUE, plan_epochs, to_samples
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
-from holdfast.trainer.rl.train_step import policy_step
+from holdfast.trainer.rl.train_step import forward_backward
 from tests.builders.learner_runs import start_learner
 from tests.builders.plain_models import write_reward_model
 from tests.builders.policy_inputs import policy_input
@@ -120,7 +120,7 @@ def step(
     )
     statistics = PolicyStatistics([1], has_reference=False)
     reading = Reading(Sampling(TEMPERATURE))
-    loss = policy_step(policy, minibatch, build_policy_loss(config), mesh, statistics, reading=reading)
+    loss = forward_backward(policy, minibatch, build_policy_loss(config), mesh, statistics, reading=reading)
     gradients = {n: local_part(p.grad).clone() for n, p in policy.hf_model.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
     metrics = statistics.reduce(mesh)

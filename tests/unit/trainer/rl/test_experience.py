@@ -35,7 +35,7 @@ from holdfast.trainer.rl.kl import KlPenalty, kl_of_sequences
 from holdfast.trainer.rl.losses import value_loss
 from holdfast.trainer.rl.metrics import explained_variance, value_sums
 from holdfast.trainer.rl.rewards import RunningMoments, shape_rewards, soft_overlong_penalty
-from holdfast.trainer.rl.scored_rollouts import Groups, score_rollouts
+from holdfast.trainer.rl.scored_rollouts import Groups, attach_rewards
 from tests.builders.scored_rollouts import advantage_of
 from tests.builders.slow_preferences import KL_ESTIMATES
 
@@ -81,7 +81,7 @@ def judge(
     """Judge groups of as many samples as there are rewards."""
     rollouts = iter(make_rollouts(samples, truncated=truncated))
     groups = [[next(rollouts) for _ in rewards_G] for rewards_G in rewards]
-    return score_rollouts(groups, samples, rewards, penalty, mask_truncated=mask_truncated)
+    return attach_rewards(groups, samples, rewards, penalty, mask_truncated=mask_truncated)
 
 
 def trained_places(sample: Sample) -> list[int]:
@@ -185,7 +185,7 @@ def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
     samples = make_samples()
     rollouts = with_step_rewards(make_rollouts(samples))
     groups = [rollouts[:3], rollouts[3:]]
-    first, second, third, *_ = (one for g in score_rollouts(groups, samples, REWARDS, None) for one in g)
+    first, second, third, *_ = (one for g in attach_rewards(groups, samples, REWARDS, None) for one in g)
     assert (first.step_ends.tolist(), first.step_rewards.tolist()) == ([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
     assert first.token_rewards.tolist() == [1.0, 2.0, 3.0, 5.0] and first.reward == 1.0
     assert (third.step_ends.tolist(), third.token_rewards.tolist()) == ([1, 2], [0.0, 0.5, -2.5])
@@ -194,7 +194,7 @@ def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
     # Without a critic's say, GAE with gamma and lambda 1 sums them from each token on.
     for sample in samples:
         sample.per_token[VALUE] = np.zeros(len(sample.token_ids), dtype=np.float32)
-    assign_gae_advantages(samples, score_rollouts(groups, samples, REWARDS, None), CriticConfig(lam=1.0))
+    assign_gae_advantages(samples, attach_rewards(groups, samples, REWARDS, None), CriticConfig(lam=1.0))
     assert samples[2].per_token[ADVANTAGE].tolist() == [0.0, 0.0, -2.0, -2.0, 0.0, -2.5]
     assert samples[0].per_token[RETURN].tolist() == [0.0, 11.0, 10.0, 8.0, 5.0]
 
@@ -207,7 +207,7 @@ def test_rewards_of_steps_that_end_at_unsampled_tokens_are_refused(places: list[
     rollouts = make_rollouts(samples)
     rollouts[2].step_rewards = StepRewards(TokenIds(places), Rewards(rewards))
     with pytest.raises(DataError, match="task 0 sample 2: its step_rewards are"):
-        score_rollouts([rollouts], samples, REWARDS[:1], None)
+        attach_rewards([rollouts], samples, REWARDS[:1], None)
 
 
 def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> None:
