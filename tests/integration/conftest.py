@@ -1,7 +1,7 @@
 """What the tests of `rl` share: an inference server of each kind, and the run that nothing disturbs."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,6 @@ class UsedServer:
         """Give the server weights, as an earlier run would have left them."""
         body = {"path": str(path), "version": version}
         httpx.post(f"{self.handle.url}/update_weights", json=body, timeout=HANG_S).raise_for_status()
-
-    def sampled(self, request: Mapping[str, Any]) -> list[int]:
-        """What it samples for a request of one seed."""
-        answer = httpx.post(f"{self.handle.url}/inference/v1/generate", json=request, timeout=HANG_S).raise_for_status()
-        return answer.json()["choices"][0]["token_ids"]
 
     def generated_tokens(self) -> int:
         """How many tokens it has sampled since its start."""

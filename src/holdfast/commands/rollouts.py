@@ -8,16 +8,26 @@ and the policy version of its batch.
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from holdfast.arguments import Subcommands
-from holdfast.errors import CheckpointError, ConfigError, RunDirError
-from holdfast.protocol.rollouts import Batch, Rollout, Sampling, list_packed
+from holdfast.errors import CheckpointError, ConfigError, InferenceError, RunDirError
+from holdfast.protocol.inference import (
+    GENERATE_ROUTE,
+    WEIGHTS_ROUTE,
+    GenerateRequest,
+    GenerateResponse,
+    ServedWeights,
+)
+from holdfast.protocol.rollouts import Batch, Rollout, Sampling, VersionSpan, decode_packed, list_packed
 from holdfast.run import atomic
 from holdfast.run.atomic import is_gone
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
@@ -33,6 +43,11 @@ def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
         yield head | row.pop("sampling") | row
 
 
+_Answer = TypeVar("_Answer")
+
+# A busy server takes long for a long answer.
+_ANSWER_TIMEOUT_S = 600.0
+
 _EPILOG = (
     "STEP is a number, a span such as 3-7, `latest`, `all`, or the path of a batch such as "
     "OUTPUT_DIR/discarded/attempt_2/rollouts/step_9. A batch stays until the oldest checkpoint needs it no more."
@@ -47,7 +62,7 @@ def main(argv: list[str]) -> int:
     if arguments.command == "show":
         report = show(run_dir, step=arguments.step, problem=arguments.problem)
     elif arguments.command == "trace":
-        report = trace(run_dir, step=arguments.step, index=arguments.index)
+        report = trace(run_dir, step=arguments.step, index=arguments.index, server=arguments.server)
     elif arguments.command == "stats":
         report = stats(run_dir, steps=arguments.steps)
     else:
@@ -66,6 +81,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     trace_parser = subcommands.add("trace", "Show which weights and which request sampled each token of one rollout.")
     trace_parser.add_argument("step", metavar="STEP")
     trace_parser.add_argument("index", type=int, metavar="INDEX", help="place of the rollout in its batch, from 0")
+    trace_parser.add_argument(
+        "--server", metavar="URL", help="have this server, which has the weights, sample it again, and compare"
+    )
     stats_parser = subcommands.add("stats", "Show a line of numbers per batch.")
     stats_parser.add_argument("steps", nargs="*", metavar="STEP", help="all batches if none is named")
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
@@ -186,9 +204,12 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
     return Report(document | {"no_text": text.reason or None, "rollouts": shown}, parts)
 
 
-def trace(run_dir: RunDir, *, step: str, index: int) -> Report:
-    """Show for each part of one rollout the weights and the request that sampled it. A server with these weights
-    answers the `request` of a part with the same tokens. Raise as `show`."""
+def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) -> Report:
+    """Show for each part of one rollout the weights and the request that sampled it.
+
+    A server with these weights answers the `request` of a part with the same tokens: `server` is asked, and other
+    tokens are a problem. Raise as `show`; InferenceError if the server does not answer, or has none of the weights.
+    """
     batch = read_batch_at(_one_batch(run_dir, "trace", step))
     if not 0 <= index < len(batch.rollouts):
         raise ConfigError(f"INDEX {index}: batch {batch.step} has the rollouts 0 to {len(batch.rollouts) - 1}.")
@@ -200,12 +221,7 @@ def trace(run_dir: RunDir, *, step: str, index: int) -> Report:
             "end": span.end,
             "version": span.version,
             "weights_digest": digests[span.version],
-            "request": {
-                "token_ids": rollout.token_ids[_branch_start(rollout, span.start) : span.start].tolist(),
-                "seeds": [span.seed],
-                "max_tokens": span.end - span.start,
-                **msgspec.to_builtins(rollout.sampling),
-            },
+            "request": msgspec.to_builtins(_request(rollout, span, digests[span.version])),
             "text": text.decode(ids := rollout.token_ids[span.start : span.end].tolist()),
             "token_ids": ids,
         }
@@ -236,11 +252,47 @@ def trace(run_dir: RunDir, *, step: str, index: int) -> Report:
         )
         for part in parts
     ]
-    return Report(document, [title, Grid((">tokens", ">version", "digest of the weights", ">seed", "text"), rows)])
+    shown = [title, Grid((">tokens", ">version", "digest of the weights", ">seed", "text"), rows)]
+    if server is None:
+        return Report(document, shown)
+    server = server.rstrip("/")
+    served = _asked(server, WEIGHTS_ROUTE, None, ServedWeights).digest
+    known = [part for part in parts if part["weights_digest"] == served]
+    if not known:
+        raise InferenceError(
+            f"{server} serves weights with digest {served}, which sampled no token of this rollout. "
+            f"`inference --model.name {run_dir.weights_of(parts[-1]['version'])}` serves weights that did."
+        )
+    problems = []
+    for part in known:
+        (choice,) = _asked(server, GENERATE_ROUTE, msgspec.json.encode(part["request"]), GenerateResponse).choices
+        if (found := choice.token_ids.tolist()) != (sampled := part["token_ids"]):
+            problems.append(f"tokens {part['start']}-{part['end'] - 1} are {sampled}, and {server} samples {found}")
+    of_others = f"; {len(parts) - len(known)} are of other weights" if len(known) < len(parts) else ""
+    again = f"{server} samples the same tokens in {len(known) - len(problems)} of {len(known)} parts{of_others}"
+    return Report(document | {"server": server, "problems": problems}, [*shown, again], problems)
 
 
-def _branch_start(rollout: Rollout, place: int) -> int:
-    return max(start for start in rollout.branch_starts if start <= place)
+def _asked(server: str, route: str, body: bytes | None, kind: type[_Answer]) -> _Answer:
+    try:
+        request = urllib.request.Request(server + route, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S) as answer:
+            return msgspec.json.decode(answer.read(), type=kind, dec_hook=decode_packed)
+    except urllib.error.HTTPError as error:
+        raise InferenceError(f"{server} refuses a request: {error.read().decode(errors='replace'):.500}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise InferenceError(f"--server {server} does not answer as an inference server: {error}") from None
+
+
+def _request(rollout: Rollout, span: VersionSpan, digest: str) -> GenerateRequest:
+    begin = max(start for start in rollout.branch_starts if start <= span.start)
+    return GenerateRequest(
+        token_ids=rollout.token_ids[begin : span.start].tolist(),
+        seeds=[span.seed],
+        max_tokens=span.end - span.start,
+        weights_digest=digest,
+        **msgspec.structs.asdict(rollout.sampling),
+    )
 
 
 def _shown(text: str | None, token_ids: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from holdfast import Message, TaskSeed
 from holdfast.commands.rollouts import trace
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.errors import ConfigError, EnvironmentFailure, InferenceError
 from holdfast.orchestrator.env.interface import Score, Session, Task
 from holdfast.orchestrator.state import read_state
 from holdfast.protocol.rollouts import Rollout
@@ -103,6 +104,22 @@ def test_a_trace_names_the_request_and_the_weights_of_every_sampled_token(tmp_pa
             assert traced == {place for place, sampled in enumerate(rollout.loss_mask) if sampled}
             versions.add(len({part["version"] for part in parts}))
     assert versions >= {1, 2}
+
+
+def test_a_trace_asks_a_server_again_and_names_what_it_samples_instead(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    rollouts_of(tmp_path, engine, max_steps=2, async_level=0)
+    with serving(engine):
+        again = partial(trace, RunDir(tmp_path), index=1, server=engine.url + "/")
+        assert again(step="2").exit_code == 0
+        with pytest.raises(InferenceError, match="sampled no token of this rollout. `inference --model.name .*step_0`"):
+            again(step="1")
+        engine.alter = lambda body: body["choices"][0].update(token_ids=[9])
+        changed = again(step="2")
+    assert changed.exit_code == 1 and "samples [9]" in changed.problems[0]
+    for url in (engine.url, "localhost:8000"):
+        with pytest.raises(InferenceError, match="does not answer"):
+            again(step="2", server=url)
 
 
 def test_no_short_group_takes_the_place_of_a_long_group_that_would_be_too_old(tmp_path: Path) -> None:
