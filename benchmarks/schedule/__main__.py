@@ -5,20 +5,52 @@ takes 6.5 ms and 0.03 ms for each answer, and a token of prefill takes 25 us. An
 maximum. The trainer needs 0.9 of the time in which engines that are always full sample a batch. Prints tokens a second
 as a share of such engines. `rounds` follows `holdfast.orchestrator.rounds`: its cache is cleared at a swap,
 so what runs is computed again. `kept` shows what an engine could reach that keeps the cache.
+
+With `--like RUN` the answers are those of a finished `rl` run, and `--engine` has the constants of another engine: what
+`python -m benchmarks.schedule.calibrate` prints for it. Prints tokens a second of both schedules, and the ratio.
 """
 
 import argparse
 import functools
+import json
 import random
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-BASE_S, ANSWER_S, PREFILL_S = 6.5e-3, 3e-5, 2.5e-5
-SLOTS, GROUP, PROMPT = 256, 8, 300
-# Of each round: the requests, and the tokens of the last block that are computed again.
-ROUND_S, TAIL = 2e-3, 16
+from holdfast import read_metrics
+from holdfast.run.journal import read_batch
+from holdfast.run.run_dir import RunDir
+
 STEPS = 24
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine needs, in seconds.
+
+    Attributes:
+        base_s: of a decode step, whatever it decodes.
+        answer_s: of each answer in a decode step.
+        prefill_s: of a token of a prompt.
+        round_s: of the requests of a round.
+        slots: answers that run at once.
+        prompt: tokens of a prompt.
+        tail: tokens of the last block that a round computes again.
+    """
+
+    base_s: float = 6.5e-3
+    answer_s: float = 3e-5
+    prefill_s: float = 2.5e-5
+    round_s: float = 2e-3
+    slots: int = 256
+    prompt: int = 300
+    tail: int = 16
+
+
+H100 = Engine()
+GROUP = 8
 
 
 @dataclass
@@ -39,21 +71,29 @@ class Cluster:
     answers: int
     median: float
     longest: int
+    engine: Engine = H100
+    known: Sequence[int] = ()
+    trains_s: float | None = None
     draws: random.Random = field(default_factory=lambda: random.Random(3))
 
     def length(self) -> int:
-        """Return the tokens of the next answer."""
+        """Return the tokens of the next answer: one of those that are `known`, else log-normal."""
+        if self.known:
+            return self.draws.choice(self.known)
         return max(8, min(self.longest, int(self.draws.lognormvariate(0.0, 1.0) * self.median)))
 
     @property
     def bound(self) -> float:
         """Tokens a second of engines that are always full."""
         mean = mean_length(self.median, self.longest)
-        return self.engines / ((BASE_S + ANSWER_S * SLOTS) / SLOTS + PREFILL_S * PROMPT / mean)
+        one = self.engine
+        return self.engines / ((one.base_s + one.answer_s * one.slots) / one.slots + one.prefill_s * one.prompt / mean)
 
     @property
     def train_s(self) -> float:
         """Seconds of a training step."""
+        if self.trains_s is not None:
+            return self.trains_s
         return 0.9 * self.answers * mean_length(self.median, self.longest) / self.bound
 
     def lengths(self, number: int) -> Iterator[int]:
@@ -67,15 +107,15 @@ def mean_length(median: float, longest: int) -> float:
     return statistics.fmean(Cluster(1, 1, median, longest).lengths(20000))
 
 
-def played(run: list[Answer], tokens: int, *, swapped: bool) -> tuple[float, int]:
+def played(engine: Engine, run: list[Answer], tokens: int, *, swapped: bool) -> tuple[float, int]:
     """Let each answer of one engine sample at most so many tokens; return the seconds and the number of tokens."""
-    seconds = sum(PROMPT * PREFILL_S for answer in run if answer.begins)
+    seconds = sum(engine.prompt * engine.prefill_s for answer in run if answer.begins)
     if swapped:
-        seconds += sum((PROMPT + answer.done) * PREFILL_S for answer in run if not answer.begins)
+        seconds += sum((engine.prompt + answer.done) * engine.prefill_s for answer in run if not answer.begins)
     parts = sorted(min(answer.left, tokens) for answer in run)
     before, running = 0, len(run)
     for part in parts:
-        seconds += (part - before) * (BASE_S + ANSWER_S * running)
+        seconds += (part - before) * (engine.base_s + engine.answer_s * running)
         before, running = part, running - 1
     for answer in run:
         part = min(answer.left, tokens)
@@ -93,9 +133,9 @@ def strict(cluster: Cluster, async_level: int) -> float:
         while waiting or any(running):
             number = min((n for n in range(cluster.engines) if running[n] or waiting), key=lambda n: times[n])
             run = running[number]
-            while waiting and len(run) < SLOTS:
+            while waiting and len(run) < cluster.engine.slots:
                 run.append(waiting.pop(0))
-            seconds, tokens = played(run, min(answer.left for answer in run), swapped=False)
+            seconds, tokens = played(cluster.engine, run, min(answer.left for answer in run), swapped=False)
             times[number], total = times[number] + seconds, total + tokens
             running[number] = [answer for answer in run if answer.left]
         now = max(times)
@@ -125,10 +165,11 @@ def rounds(cluster: Cluster, async_level: int, tokens: int, *, is_kept: bool = F
                 missing[drawn], born[drawn] = GROUP, version
                 waiting += [Answer(drawn, length) for length in cluster.lengths(GROUP)]
                 drawn += 1
-            while waiting and min(map(len, running)) < SLOTS:
+            while waiting and min(map(len, running)) < cluster.engine.slots:
                 min(running, key=len).append(waiting.pop(0))
-            results = [played(run, tokens, swapped=swapped) for run in running]
-            extra = [ROUND_S + TAIL * len(run) * PREFILL_S if run else 0.0 for run in running]
+            results = [played(cluster.engine, run, tokens, swapped=swapped) for run in running]
+            one = cluster.engine
+            extra = [one.round_s + one.tail * len(run) * one.prefill_s if run else 0.0 for run in running]
             now += max(seconds + more for (seconds, _), more in zip(results, extra, strict=True))
             total += sum(number for _, number in results)
             swapped = False
@@ -155,6 +196,26 @@ def _may_take(
     return len(taken) == size and (taken == open_groups[:size] or not is_late)
 
 
+def like(run: Path, engine: Engine, tokens: Sequence[int], async_level: int) -> None:
+    """Print what the model says of a run: of its answers, its batches and its training steps."""
+    run_dir = RunDir(run)
+    batches = [read_batch(run_dir, step).rollouts for step in run_dir.published_batches()]
+    sampled = [rollout.loss_mask.num_sampled for rollouts in batches for rollout in rollouts]
+    prompt = round(
+        statistics.fmean(len(one.token_ids) for batch in batches for one in batch) - statistics.fmean(sampled)
+    )
+    steps = read_metrics(run_dir.metrics)
+    trains_s = statistics.median(step["time/step"] - step["time/wait_for_batch"] for step in steps)
+    told = {"engine": replace(engine, prompt=prompt), "known": tuple(sampled), "trains_s": trains_s}
+    print(f"prompts of {prompt} tokens, answers of {min(sampled)} to {max(sampled)}, training {trains_s:.3f} s a step")
+    by_strict = strict(Cluster(1, len(batches[0]), 0.0, 0, **told), 1)
+    print(f"strict, async_level 1: {by_strict:,.0f} tokens/s")
+    for number in tokens:
+        by_rounds = rounds(Cluster(1, len(batches[0]), 0.0, 0, **told), async_level, number)
+        ratio = f"{by_strict / by_rounds:.2f} strict / rounds"
+        print(f"rounds of {number}, async_level {async_level}: {by_rounds:,.0f} tokens/s, {ratio}")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -164,7 +225,12 @@ def main() -> None:
         "--answers", nargs="+", type=int, default=[2, 4], help="of a batch, in slots of all engines (2 4)"
     )
     parser.add_argument("--async-level", type=int, default=3, help="of rounds; strict has 1 (3)")
+    parser.add_argument("--like", type=Path, metavar="RUN", help="directory of a finished rl run, strict or in rounds")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="constants of its engine")
     arguments = parser.parse_args()
+    if arguments.like is not None:
+        like(arguments.like, Engine(**arguments.engine), arguments.tokens, arguments.async_level)
+        return
     schedules: dict[str, Callable[[Cluster], float]] = {"strict": lambda cluster: strict(cluster, 1)}
     for tokens in arguments.tokens:
         schedules[f"rounds {tokens}"] = lambda cluster, n=tokens: rounds(cluster, arguments.async_level, n)
@@ -172,7 +238,7 @@ def main() -> None:
     print(f"| median/longest, engines, answers of a batch | {' | '.join(schedules)} |\n|---|{'---|' * len(schedules)}")
     for median, longest in ((1000.0, 8192), (4000.0, 32768)):
         for engines in arguments.engines:
-            for answers in (number * SLOTS * engines for number in arguments.answers):
+            for answers in (number * H100.slots * engines for number in arguments.answers):
                 shares = []
                 for schedule in schedules.values():
                     cluster = Cluster(engines, answers, median, longest)
