@@ -3,16 +3,16 @@
     HoldfastError               anything a user can be told in one message
     ├── ConfigError             a key, type or value that cannot be used           exit 2
     ├── DataError               a dataset, sample or model directory at fault      exit 2
-    │   ├── PromptTooLong       the prompt of a task leaves no room for an answer  the rollout is dropped
+    │   ├── PromptTooLong       the prompt of a task leaves no room for an answer  its group is dropped [1]
     │   └── HistoryRewritten    a template rewrites turns, and no branch can begin exit 3, as of the environment
     ├── RunDirError             the output directory is in use or holds a run      exit 2
     ├── CheckpointError         a checkpoint is missing, damaged or does not fit   exit 2
     │   └── StorageError        an object store failed or cannot be reached        exit 2
     ├── ReadError               a file is there and cannot be read: no damage      exit 2, mostly 5
     ├── EnvironmentFailure      an environment raised or broke its contract        exit 3
-    │   ├── CallTimeout         a call of an environment took longer than it may   the rollout is dropped
-    │   ├── JudgeFailure        a judge gave no reply that can be read             the rollout is dropped
-    │   └── WorkerCrashed       the process that played a group died of it         the rollout is dropped
+    │   ├── CallTimeout         a call of an environment took longer than it may   its group is dropped [1]
+    │   ├── JudgeFailure        a judge gave no reply that can be read             its group is dropped [1]
+    │   └── WorkerCrashed       the process that played a group died of it         its group is dropped [1]
     ├── ProcessKilled           a process that plays was killed from outside       its group is played again
     │   └── GroupKilled         a process that plays a group was killed            the group is played again
     ├── JudgeDenied             a judge knows neither key nor model                exit 3
@@ -28,7 +28,8 @@
     │   └── GraceOver           not within the time that a stop leaves             exit 3
     └── ProcessDied             a child process ended before its time              exit 1, or the 2, 3 or 5 of the child
 
-    2                       fix the input; nothing was trained
+    [1]                     with `on_error = "drop"`; else exit 3, and 2 for a prompt
+    2                       fix the input; nothing was trained, unless a prompt of a later task is too long
     3                       the run was going
     4 (`NOT_SAVED`)         a signal stopped the run, and its save failed
     5 (`STORAGE_FAILED`)    whatever the class: the run was going and could not write or read its files

@@ -6,7 +6,7 @@ fault if it ends a worker that plays nothing else, or if the worker named its ta
     (singly: by a worker that plays nothing else)
 
     how a worker dies                    the group at fault    the others
-    code blocks it beyond `timeout_s`    fails: timeout        played again; singly, unless a task was named
+    code blocks it beyond `timeout_s`    fails: timeout        played again, singly
     it exits, or of a signal             fails: crash          played again, singly
     it is out of memory                  fails: memory         played again
     a signal from outside                played again          played again; from the second time on singly

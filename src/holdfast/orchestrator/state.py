@@ -185,7 +185,7 @@ class TaskSeed:
         return replace(self)  # without the cached generator
 
     def shared(self, *parts: int | str) -> int:
-        """Return a seed that all tasks of this environment share, such as one for each epoch."""
+        """Return a seed that all training tasks of an environment, or of a level, share, such as one for each epoch."""
         return self._number("shared", *parts)
 
     def row(self, num_rows: int) -> int:
