@@ -88,6 +88,8 @@ class WandB(Tracker):
         import wandb
 
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the makers of wandb
+        # A service of another process would hold the run after this process is killed.
+        os.environ.pop("WANDB_SERVICE", None)
         directory = Path(os.environ.get("WANDB_DIR") or run.directory / "tracking")
         atomic.make_directory(directory)
         settings = wandb.Settings(

@@ -224,7 +224,7 @@ def test_temporary_files_of_a_track_that_is_killed_go_with_the_next(run: Tracked
     run.train(1, 2)
     argv = [sys.executable, "-m", "holdfast", "track", str(run.run_dir.path), "--to"]
     with short_directory() as temporary:
-        environment = {**os.environ, **run.environment, "TMPDIR": str(temporary)}
+        environment = {**os.environ, **run.environment, "TMPDIR": str(temporary), "WANDB_SERVICE": "of another process"}
         with open(run.run_dir.path / "run.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # as of a run that goes on, and is followed
             process = subprocess.Popen([*argv, "wandb"], env=environment)
