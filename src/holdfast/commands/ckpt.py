@@ -182,7 +182,7 @@ def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Repo
         lines = [line for line in lines if line["ok"] or not is_gone(Path(line["path"]))]
     seconds = time.monotonic() - started
     num_bytes, num_ok = sum(line["size_bytes"] for line in lines), sum(line["ok"] for line in lines)
-    rows = [(Path(line["path"]).name, "OK" if line["ok"] else "damaged", size(line["size_bytes"])) for line in lines]
+    rows = [(Path(line["path"]).name, line["status"], size(line["size_bytes"])) for line in lines]
     speed = f"{num_bytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s" if how == "full" else "sizes only"
     total = f"{num_ok} of {len(lines)} OK; {size(num_bytes)} in {seconds:.2f} s, {speed}"
     problems = [line["reason"] for line in lines if not line["ok"]]
@@ -196,8 +196,10 @@ def _verify_one(directory: Path, how: Verification) -> dict[str, Any]:
     try:
         files = verified(directory, how=how).files.values()
     except (CheckpointError, ReadError) as error:
-        return {"path": str(directory), "ok": False, "size_bytes": 0, "reason": str(error)}
-    return {"path": str(directory), "ok": True, "size_bytes": sum(file.size_bytes for file in files), "reason": ""}
+        status = "unreadable" if isinstance(error, ReadError) else "damaged"
+        return {"path": str(directory), "ok": False, "status": status, "size_bytes": 0, "reason": str(error)}
+    size_bytes = sum(file.size_bytes for file in files)
+    return {"path": str(directory), "ok": True, "status": "OK", "size_bytes": size_bytes, "reason": ""}
 
 
 def show(dirs: CheckpointDirs, *, step: str) -> Report:

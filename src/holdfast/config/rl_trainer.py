@@ -100,6 +100,7 @@ def check_advantages(config: "TrainerConfig") -> None:
             {
                 "environments": bool(config.environments),
                 "critic": config.critic is not None,
+                "reward_model": config.reward_model is not None,
                 "kl.place = 'reward'": penalises_rewards,
             },
         )

@@ -21,6 +21,7 @@ from holdfast.run import manifest
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import Report, age, size
+from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import commit, flip, write_checkpoint, write_weights
 
 Ckpt = Callable[..., tuple[int, str, str]]
@@ -174,6 +175,9 @@ def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Ckpt, run_dir: Ru
     assert (code, err) == (1, "")
     assert "step_3/trainer/__0_0.distcp is damaged" in out and "3 of 4 OK" in out and "MB/s" in out
     assert ckpt("verify", "3", "--output-dir", run_dir.path)[0] == 1
+    with unreadable(run_dir.checkpoint(2) / "manifest.json"):
+        code, out, _ = ckpt("verify", "2", "--output-dir", run_dir.path)
+    assert code == 1 and "unreadable" in out and "damaged" not in out
     code, out, _ = ckpt("verify", "1", "latest", "--json", "--output-dir", run_dir.path)
     document = json.loads(out)
     assert code == 0 and document["problems"] == []

@@ -197,6 +197,7 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
         ((*WEIGHTED, *SFT), "has no effect with loss.type = 'sft'"),
         ((*GAE, *SFT), "has no effect with loss.type = 'sft'"),
         ((*IN_REWARD, *SFT), "has no effect with loss.type = 'sft'"),
+        (("--trainer.reward-model.name", "m", *SFT), "reward_model has no effect with loss.type = 'sft'"),
         # A distillation needs one teacher, and a loss for what it gives.
         (DISTIL, "set trainer.kl.reference, or orchestrator.teacher"),
         (BESIDE, "set trainer.kl.reference, or orchestrator.teacher"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Protocol
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import RemoteHost
+from holdfast.process.heartbeat import awake_s
 from holdfast.run import atomic
 
 _PERIOD_S = 0.5
@@ -82,9 +82,9 @@ def wait_for_places(
         ConfigError: a node cannot run its process.
     """
     cluster.place()
-    begin, is_told = time.monotonic(), False
+    begin, is_told = awake_s(), False
     while not cluster.is_placed():
-        waited_s = time.monotonic() - begin
+        waited_s = awake_s() - begin
         if waited_s > timeout_s:
             raise TimeoutError(cluster.missing())
         if waited_s > _TELL_AFTER_S and not is_told:

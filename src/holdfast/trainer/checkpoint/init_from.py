@@ -218,7 +218,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 
 
 def load_weights_only(
-    tensors: Mapping[str, Tensor], path: Path, *, how: Verification = "full", layout: TensorLayout | None = None
+    tensors: Mapping[str, Tensor], path: str | Path, *, how: Verification = "full", layout: TensorLayout | None = None
 ) -> None:
     """Fill `tensors` in place with the weights at `path`. Collective.
 
@@ -235,6 +235,7 @@ def load_weights_only(
         CheckpointError: there are no weights, they are damaged, or they do not fit the model (missing, surplus or
             differently shaped tensors).
     """
+    path = Path(path)
     kind = require_weights(path)
     with RankGroup() as ranks:  # rank 0 reads every byte
         ranks.on_main(lambda: _verify(path, kind, how), error=CheckpointError)

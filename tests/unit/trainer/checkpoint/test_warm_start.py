@@ -50,7 +50,7 @@ def empty(model: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return tensors
 
 
-def assert_loaded(path: Path, model: Path) -> None:
+def assert_loaded(path: str | Path, model: Path) -> None:
     tensors, expected = empty(model), weights_of(model)
     load_weights_only(tensors, path)
     assert tensors.keys() == expected.keys()
@@ -262,7 +262,7 @@ def test_pickles_are_refused_with_the_command_that_converts_them(
     assert (python, flag, "\n" in command) == ("python", "-c", False)
     monkeypatch.setattr("sys.argv", ["-c", *map(str, source.glob(Path(files).name))])
     exec(compile(code, "printed", "exec"), {})
-    assert_loaded(source, model)
+    assert_loaded(str(source), model)
 
 
 def refusal(path: Path, model: Path | str, **changes: Any) -> str:
