@@ -34,7 +34,7 @@
     4 (`NOT_SAVED`)         a signal stopped the run, and its save failed
     5 (`STORAGE_FAILED`)    whatever the class: the run was going and could not write or read its files
     6 (`STUCK`)             a process made no progress; `rl` starts it again
-    70, 75                  of the inference server: a swap of weights broke off, its engine died; `rl` restarts it
+    75                      of the inference server: its engine died; `rl` restarts it
 
 Every message says what failed, the value received, what is allowed and what to do. Text of others (servers,
 environments) loses its control characters and its excess length before it goes into a log.
