@@ -38,7 +38,7 @@ class RlConfig(Command):
     """For trainer and orchestrator: train until this step."""
 
     async_level: int | None = Field(default=None, ge=0)
-    """For trainer and orchestrator: batch N is made by the weights of step N - 1 - async_level."""
+    """For trainer and orchestrator: weights of step max(0, N - 1 - async_level) make batch N, except in rounds."""
 
     model: ModelConfig | None = None
     """For all three: the model."""

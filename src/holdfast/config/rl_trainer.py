@@ -242,7 +242,7 @@ class TrainerConfig(TrainingCommand):
     each answer computes it again. Without dropout losses and gradients are the same up to rounding."""
 
     async_level: int = Field(default=1, ge=0)
-    """Batch N is made by the weights of step N - 1 - async_level; weights are kept that long."""
+    """Weights of step max(0, N - 1 - async_level) make batch N, except in rounds; they are kept that long."""
 
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Give up when the orchestrator publishes no batch, and nobody gets anything else done, for this long."""

@@ -11,7 +11,7 @@ from holdfast.process.imports import check_name
 
 
 class AlertsConfig(Section):
-    """When a metric says that something is wrong; each alert is given once. See docs/metrics.md."""
+    """When a metric says that something is wrong: once for each, and again for repeated steps. See docs/metrics.md."""
 
     window: int = Field(default=20, ge=1)
     """Steps whose median a new value is compared with; no comparison before there are as many."""

@@ -1,7 +1,7 @@
 """Statistics of an RL step over all trained tokens, and alerts about metrics that go wrong.
 
-The statistics cover all updates, micro-batches and ranks. An alert is reported once. Alerts follow the run through
-restarts: they read earlier steps from `metrics.jsonl`.
+The statistics cover all updates, micro-batches and ranks. Each alert is reported once, and again for
+steps that a resume repeats. Alerts follow the run through restarts: they read earlier steps from `metrics.jsonl`.
 
 Shape legend: N predicted tokens of one forward pass.
 """
