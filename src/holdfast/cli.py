@@ -46,7 +46,7 @@ COMMANDS = {
     ),
     "ckpt": ("Checkpoints: list, verify, show, export.", "commands.ckpt:main", None),
     "environments": (
-        "Environments: list, begin one, check one.",
+        "Environments: begin one, check one.",
         "commands.environments:main",
         None,
     ),

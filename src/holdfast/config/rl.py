@@ -89,7 +89,7 @@ class RlConfig(Command):
     `ray://HOST:PORT` for the one with this head, `slurm` within an allocation. Unset: all on this machine."""
 
     cluster_strategy: Literal["pack", "spread"] = "pack"
-    """`pack`: use few nodes of the cluster; `spread`: use all."""
+    """`pack`: use few nodes of Ray; `spread`: use all."""
 
     cluster_timeout_s: float = Field(default=900.0, gt=0)
     """How long to wait for nodes: at the start, while others use them, and after one was lost."""
@@ -119,8 +119,11 @@ class RlConfig(Command):
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
-        if self.cluster_strategy == "spread" and self.cluster is None and self.slurm is None:
-            raise ValueError("cluster_strategy = 'spread' is for the nodes of a cluster: set cluster, or leave it out")
+        if self.cluster_strategy == "spread" and (self.cluster or "slurm") == "slurm":
+            raise ValueError(
+                "cluster_strategy = 'spread' is for the nodes of Ray: set cluster = 'ray', or leave it out; on SLURM a "
+                "process goes to the node with the most free GPUs"
+            )
         return self
 
     @model_validator(mode="after")

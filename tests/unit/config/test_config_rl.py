@@ -325,7 +325,8 @@ def test_a_dry_run_of_a_process_is_a_dry_run_of_all(process: str) -> None:
 
 
 def test_a_strategy_for_nodes_needs_a_cluster() -> None:
-    assert "cluster_strategy = 'spread' is for the nodes" in disagreement("--cluster-strategy", "spread")
+    for flags in ((), ("--cluster", "slurm")):
+        assert "cluster_strategy = 'spread' is for the nodes" in disagreement("--cluster-strategy", "spread", *flags)
 
 
 SAME_PORT = ("--dashboard.port", "8100", "--inference.server.port", "8100")

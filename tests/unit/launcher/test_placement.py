@@ -10,6 +10,7 @@ import tomli
 from holdfast.config import InferenceConfig, RlConfig
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
+from holdfast.launcher.cluster.cluster import requests_of
 from holdfast.launcher.devices import Machine, Placement, inference_gpus, place_rl, place_training, with_engines
 from holdfast.process.gpus import Gpu, Inventory, TorchBuild
 from tests.builders.nvml import loading
@@ -106,6 +107,8 @@ def test_eight_gpus_are_divided_as_told() -> None:
     wide = tensor_parallel(2)
     wide["inference"]["engine"]["args"] = {"pipeline_parallel_size": 2, "data-parallel-size": 1, "seed": 1}
     assert names(placed(wide, eight)) == (list("0123"), [list("4567")])
+    on_a_cluster = requests_of(RlConfig.model_validate({**ranks(2), **wide}), on_gpus=True, starts_inference=True)
+    assert [need.gpus for need in on_a_cluster] == [2, 4, 0]
     # By the names that CUDA_VISIBLE_DEVICES has, whatever they are.
     placement = placed(ranks(2), machine(4, first=4))
     assert names(placement) == (["4", "5"], [["6"], ["7"]])

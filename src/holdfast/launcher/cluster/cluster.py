@@ -10,6 +10,7 @@ from typing import Protocol
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import RemoteHost
+from holdfast.launcher.devices import gpus_per_engine
 from holdfast.process.heartbeat import awake_s
 from holdfast.run import atomic
 
@@ -108,7 +109,7 @@ def trainer_names(nodes: int) -> list[str]:
 def requests_of(config: RlConfig, *, on_gpus: bool, starts_inference: bool) -> list[ResourceRequest]:
     """Return what every process of a run needs; `on_gpus`: the nodes have GPUs, and the run takes them."""
     parallel, engine = config.trainer.parallel, config.inference.engine
-    ranks, shards = parallel.ranks, engine.tensor_parallel_size
+    ranks, shards = parallel.ranks, gpus_per_engine(config.inference)
     needs = [
         ResourceRequest(name, ranks * (1 if on_gpus else parallel.threads or 1), ranks if on_gpus else 0)
         for name in trainer_names(parallel.nodes)
