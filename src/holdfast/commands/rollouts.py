@@ -241,6 +241,8 @@ def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) 
         f"{rollout.environment}, reward {number(rollout.reward)}"
     )
     if not parts:
+        if server is not None:
+            raise ConfigError(f"--server: {_sampler(batch)} sampled this rollout, not the policy. Leave --server out.")
         return Report(document, [title, f"sampled by {_sampler(batch)}"])
     rows = [
         (

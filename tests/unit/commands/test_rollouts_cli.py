@@ -271,6 +271,16 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert err.startswith("error: ") and message in err and "Traceback" not in err
 
 
+def test_a_trace_of_what_a_teacher_sampled_names_the_teacher(rollouts: Command, run_dir: RunDir) -> None:
+    made = [msgspec.structs.replace(one, versions=[]) for one in make_batch(5).rollouts]
+    batch = msgspec.structs.replace(make_batch(5), rollouts=made, weights_digest="", teacher_digest="e" * 32)
+    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+    code, out, _ = rollouts("trace", "5", "0", "--output-dir", run_dir.path)
+    assert code == 0 and out.splitlines()[-1] == f"sampled by the teacher with digest {'e' * 32}"
+    code, _, err = rollouts("trace", "5", "0", "--server", "http://localhost:1", "--output-dir", run_dir.path)
+    assert code == 2 and "Leave --server out" in err
+
+
 def test_a_directory_without_a_run_is_refused(rollouts: Command, tmp_path: Path) -> None:
     def refused(said: str, *words: object, at: Path = tmp_path) -> None:
         code, _, err = rollouts(*words, "--output-dir", at)
