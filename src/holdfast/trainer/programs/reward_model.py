@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config import RewardTrainingConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.process.events import report
@@ -36,7 +37,8 @@ def run(config: RewardTrainingConfig) -> None:
     with start_program(config) as (mesh, tokenizer):
         report("reading data")
         loaded = load_preferences(config, tokenizer, mesh=mesh)
-        pairs = [end_at_stop_token(pair, tokenizer) for pair in loaded if isinstance(pair, Pair)]
+        with_stops = load_tokenizer(config.model.tokenizer_name)
+        pairs = [end_at_stop_token(pair, with_stops) for pair in loaded if isinstance(pair, Pair)]
         training, held_out = split_preferences(pairs, config.data.validation_fraction, seed=config.seed)
         tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
         build = _with_padding(tokenizer, pairs)
@@ -52,16 +54,16 @@ def run(config: RewardTrainingConfig) -> None:
             session.publish_last()
 
 
-def end_at_stop_token(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> Pair:
+def end_at_stop_token(pair: Pair, tokenizer: Tokenizer) -> Pair:
     """Return the pair without the white space that some chat templates write after an answer's stop token.
 
-    A sampled answer ends with the stop token, so this is where its score is read.
+    A sampled answer ends with one of the `stop_token_ids`, so this is where its score is read.
     """
 
     def shortened(side: Sample) -> Sample:
-        stops = np.flatnonzero((side.token_ids == tokenizer.eos_token_id) & side.loss_mask)
+        stops = np.flatnonzero(np.isin(side.token_ids, tokenizer.stop_token_ids) & side.loss_mask)
         end = int(stops[-1]) + 1 if len(stops) else len(side.token_ids)
-        if str(tokenizer.decode(side.token_ids[end:])).strip():
+        if tokenizer.decode(side.token_ids[end:].tolist(), skip_special_tokens=False).strip():
             return side
         return side.cut(end)
 

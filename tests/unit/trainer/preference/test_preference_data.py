@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig, PreferenceLossConfig
 from holdfast.config.training import LoraConfig, TrainedModelConfig
@@ -46,6 +47,7 @@ from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
 from tests.builders.plain_models import copy_with_other_tokens
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
+from tests.conftest import BASE
 from tests.models.plain_logprobs import answer_logprob
 
 TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
@@ -106,7 +108,8 @@ def test_margins_are_read_by_who_asks_for_them(tmp_path: Path, tokenizer: Tokeni
     assert [pair.margin for pair in ignored] == [0, 0] and [pair.margin for pair in asked] == [0.25, -3]
     assert fingerprint_preferences(ignored) != fingerprint_preferences(asked)
     cut = read(tmp_path, rated, tokenizer, RATED_PAIR_FORMATS, seq_len=9, too_long="truncate")
-    assert [end_at_stop_token(pair, tokenizer).margin for pair in cut] == [0.25, -3]
+    with_stops = load_tokenizer(str(BASE))
+    assert [end_at_stop_token(pair, with_stops).margin for pair in cut] == [0.25, -3]
     assert [pair.margin for pair in read(tmp_path, TEXTS, tokenizer, EITHER)] == [0, 0]
 
 

@@ -1,6 +1,8 @@
 """Losses of preferences and reward models by hand, at extremes, refused; by formula: test_every_name_computes."""
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import DpoConfig, RewardTrainingConfig
 from holdfast.config.named_algorithms import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
@@ -26,6 +29,7 @@ from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
 from tests.builders.slow_preferences import pairs, preference_config, variants
+from tests.conftest import BASE
 
 MARGIN = torch.tensor([0.5], dtype=torch.float64)
 ALL = [one for name, built_in in PREFERENCE_LOSSES.items() if built_in.function for one in variants(name)]
@@ -179,20 +183,26 @@ def model(tiny_model: Callable[..., Path], mesh: Mesh) -> ScalarModel:
     return build_scalar_model(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
 
 
-def test_sides_end_with_the_stop_token_as_sampled_answers_do(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_sides_end_with_the_stop_token_as_sampled_answers_do(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     """Whatever white space a chat template puts behind it; text behind it stays, and so does a prompt's stop token."""
     stop = tokenizer.eos_token_id
-    text, space = tokenizer("ab")["input_ids"], tokenizer(" ")["input_ids"]
+    text, space, closing = (tokenizer(part)["input_ids"] for part in ("ab", " ", "z"))
+    copied = shutil.copytree(BASE, tmp_path / "copied")
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, *closing]}))
+    with_stops = load_tokenizer(str(copied))
 
     def shortened(*answer: int) -> list[int]:
         ids = np.asarray([*text, stop, *answer], dtype=np.int32)
         side = Sample(ids, np.arange(len(ids)) > len(text))
-        pair = end_at_stop_token(Pair(side, side, number=3), tokenizer)
+        pair = end_at_stop_token(Pair(side, side, number=3), with_stops)
         assert pair.number == 3 and all(len(s.token_ids) == len(s.loss_mask) for s in pair.sides)
         return pair.rejected.token_ids.tolist()[len(text) + 1 :]
 
     assert shortened(*text, stop, *space) == [*text, stop]
     assert shortened(*text, stop, *space, stop, *space, *space) == [*text, stop, *space, stop]
+    assert shortened(*text, *closing, *space) == [*text, *closing]
     assert shortened(*text, stop) == [*text, stop]
     assert shortened(*text, stop, *text) == [*text, stop, *text]
     assert shortened(*text, *space) == [*text, *space]
