@@ -228,7 +228,8 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
         is_open = "max_steps" not in config.model_fields_set
         if is_open and before and config.epochs in (None, before.get("epochs")):
             config.max_steps, config.epochs = before["max_steps"], before.get("epochs")
-        elif is_open or (config.dry_run and _is_here(config)):
+            is_open = False
+        if is_open or (config.dry_run and _is_here(config)):
             survey = _survey(config)
             if is_open:
                 config.epochs = config.epochs or 1.0

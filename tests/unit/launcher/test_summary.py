@@ -57,6 +57,9 @@ def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monk
     for again in (sft(tmp_path, epochs=2), sft(tmp_path)):
         assert settle_length(again, clean=False) is None
         assert (again.max_steps, again.epochs, again.optim) == (200, 2.0, first.optim)
+    monkeypatch.setattr(preflight, "_is_here", lambda _: True)
+    dry = sft(tmp_path, dry_run=True)
+    assert settle_length(dry, clean=False) is not None and dry.max_steps == 200, "a dry run reads the data"
     more = sft(tmp_path, epochs=3)
     settle_length(more, clean=False)
     assert (more.max_steps, more.optim.warmup_steps) == (338, 20), "the schedule keeps its beginning"
