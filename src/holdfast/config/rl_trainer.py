@@ -148,8 +148,8 @@ class WeightsConfig(Section):
 
     transport: Literal["directory", "collective"] = "directory"
     """`directory`: engines read `weights/step_N`. `collective`: the trainer sends each version from its memory over
-    torch.distributed (gloo, or NCCL between GPUs), before the directory is written, and keeps it in the memory of rank
-    0. An engine that cannot take it reads the directory."""
+    torch.distributed (gloo, or NCCL between GPUs), before the directory is written; rank 0 holds it in memory until
+    it is sent or the next version is there. An engine that cannot take it reads the directory."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """With `collective`: address of the machine of the trainer's rank 0, at which engines reach it."""
