@@ -107,6 +107,10 @@ def test_a_signal_saves_the_current_step_on_all_ranks_and_a_resume_goes_on_bit_f
     """
     live = start("--ckpt", fault=held_after(8, until=exists(tmp_path / "signalled")), ranks=2)
     live.wait_for("step  8/")
+    processes = [*live.ranks(), live.ranks()[0].parent()]
+    sockets = [one for process in processes if process for one in process.net_connections("tcp")]
+    listening = {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}, "other machines reach the ranks of one node"
     number = signal.SIGTERM if whom == "the command" else signal.SIGUSR1
     os.kill(live.run.pid if whom == "the command" else live.ranks()[1].pid, number)
     if whom == "the command":

@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -57,6 +58,8 @@ from holdfast.trainer.stop import SIGNALS, STOP_REQUEST, StopRequest
 NODE_RANK_ENV = "HOLDFAST_NODE_RANK"
 ENDPOINT_ENV = "HOLDFAST_RDZV_ENDPOINT"
 
+_LOOPBACK = "127.0.0.1"
+_ONE_NODE = "holdfast_one_node"
 _PERIOD_S = 0.2
 SILENT_S = 30.0
 # Time for other nodes to end when the store is gone, which ends first in a run.
@@ -218,11 +221,43 @@ def _without_gpus() -> Iterator[None]:
             os.environ[VISIBLE_DEVICES_ENV] = visible
 
 
+def _stay_on_this_machine(config: TrainingCommand) -> None:
+    """Have the ranks of one node meet and talk where no other machine reaches them.
+
+    The stores of torch's own backends listen at every address, and gloo at the address of the host's name.
+    """
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    class OnLoopback(StaticTCPRendezvous):
+        def __init__(self, parameters: RendezvousParameters) -> None:
+            with socket.create_server((_LOOPBACK, 0)) as listener:  # the kernel picks a free port
+                port, timeout_s = listener.getsockname()[1], math.ceil(config.parallel.rdzv_timeout_s)
+                super().__init__(_LOOPBACK, port, 0, 1, parameters.run_id, timeout_s)
+                # The store owns, and closes, the descriptor.
+                self._store = TCPStore(
+                    _LOOPBACK,
+                    port,
+                    1,
+                    True,
+                    self.timeout,
+                    multi_tenant=True,
+                    master_listen_fd=os.dup(listener.fileno()),
+                )
+
+        def get_backend(self) -> str:
+            return _ONE_NODE
+
+    rendezvous_handler_registry.register(_ONE_NODE, OnLoopback)
+    if not (isinstance(config, TrainerConfig) and config.weights.transport == "collective"):  # engines may be elsewhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def _rendezvous(parallel: ParallelConfig, node: int) -> dict[str, Any]:
     """Return settings of the rendezvous for torchrun's `LaunchConfig`."""
     if parallel.nodes == 1:
-        # Port 0: the kernel picks a free one.
-        return {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
+        return {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": _ONE_NODE, "rdzv_endpoint": _LOOPBACK}
     host, port = meeting_point(parallel)
     return {
         "min_nodes": parallel.nodes,
@@ -314,6 +349,8 @@ def _launch(arguments: argparse.Namespace, config: TrainingCommand, node: int, l
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     parallel = config.parallel
+    if parallel.nodes == 1:
+        _stay_on_this_machine(config)
     with _without_gpus():
         launch_config = LaunchConfig(
             nproc_per_node=parallel.ranks,
