@@ -35,6 +35,7 @@ EXAMPLES = {
 
 _DOCS = Path(__file__).parent.parent / "docs"
 _RESUMES = {"sft", "dpo", "reward-model", "trainer", "orchestrator", "inference"}
+_LONG_KEY = 28
 _CODE_OF_PAGE = re.compile(r"\bdocs/(\w+)\.md")
 
 
@@ -114,10 +115,16 @@ def table_of(settings: list[Setting]) -> list[str]:
     free = settings[0].is_free is not None
     head = ["key", "type", "default", *(["on resume"] if free else []), "what it does"]
     rows = [
-        [f"`{s.key}`", s.kind, f"`{s.default}`", *(["free" if s.is_free else ""] if free else []), linked(s.text)]
+        [cell_of(s.key), s.kind, f"`{s.default}`", *(["free" if s.is_free else ""] if free else []), linked(s.text)]
         for s in settings
     ]
     return [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
+
+
+def cell_of(key: str) -> str:
+    """Return the cell of a key; a long key may break before its last part, so that its table fits the page."""
+    before, dot, last = key.rpartition(".")
+    return f"`{key}`" if len(key) < _LONG_KEY else f"<code>{before}{dot}<wbr>{last}</code>"
 
 
 def _row(cells: list[str]) -> str:
