@@ -51,7 +51,7 @@ class EvaluateConfig(Command):
     """Sampling of completions."""
 
     seq_len: int = Field(default=1024, ge=2)
-    """Most tokens of one rollout, prompt included."""
+    """Most tokens of one rollout, or of each of its branches, prompt included."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Confidence of the intervals."""
@@ -138,7 +138,7 @@ class CheckpointEvalConfig(EvalConfig):
     """Sampling of completions."""
 
     seq_len: int = Field(default=1024, ge=2)
-    """Most tokens of one rollout, prompt included."""
+    """Most tokens of one rollout, or of each of its branches, prompt included."""
 
     max_concurrency: int = Field(default=256, ge=1)
     """Most sessions in flight at once."""

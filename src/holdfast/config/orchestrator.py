@@ -206,7 +206,7 @@ class OrchestratorConfig(Command):
     """In rounds: most tokens that a session samples before groups are collected and drawn again; unset: 256."""
 
     seq_len: int = Field(default=1024, ge=2)
-    """Most tokens of one rollout, prompt included."""
+    """Most tokens of one rollout, or of each of its branches, prompt included."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling of completions, unless an environment sets its own."""
