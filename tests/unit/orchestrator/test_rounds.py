@@ -129,7 +129,7 @@ def test_no_short_group_takes_the_place_of_a_long_group_that_would_be_too_old(tm
     assert all(step - 1 - rollout.versions[0].version <= 3 for step, (_, (rollout,)) in enumerate(made, start=1))
 
 
-def test_speed_engines_and_slots_decide_nothing(tmp_path: Path) -> None:
+def test_speed_and_engines_decide_nothing_and_slots_do(tmp_path: Path) -> None:
     straight = _in_rounds(tmp_path / "straight", FakeEngine())
     slow = [FakeEngine(), FakeEngine()]
     chance = random.Random(7)
@@ -137,7 +137,8 @@ def test_speed_engines_and_slots_decide_nothing(tmp_path: Path) -> None:
         engine.on_generate = lambda _: time.sleep(chance.random() / 100)
     assert _in_rounds(tmp_path / "slow", *slow) == straight
     few = {"client": {"max_concurrency": 3}}
-    assert _in_rounds(tmp_path / "few", FakeEngine(), **few) == _in_rounds(tmp_path / "again", FakeEngine(), **few)
+    fewer = _in_rounds(tmp_path / "few", FakeEngine(), **few)
+    assert fewer == _in_rounds(tmp_path / "again", FakeEngine(), **few) != straight
 
 
 @pytest.mark.parametrize("killed_at", [3, 17, 40, 71])
