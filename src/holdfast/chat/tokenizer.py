@@ -371,7 +371,8 @@ def _without_prefix(part: Any) -> Any:
     return part
 
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_GENERATION = "generation_config.json"
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", _GENERATION)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MORE_TEMPLATES = "additional_chat_templates"
 
@@ -383,7 +384,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         ConfigError: the directory or model does not exist, or has no `tokenizer.json`.
         DataError: one of its files is damaged.
     """
-    files = _local_files(Path(name)) if Path(name).is_dir() else _hub_files(name)
+    files = _files_of(name, _FILES)
     if "tokenizer.json" not in files:
         raise ConfigError(
             f"model.tokenizer: '{name}' has no tokenizer.json. Write one with "
@@ -399,27 +400,38 @@ def load_tokenizer(name: str) -> Tokenizer:
         more = (files["chat_template.jinja"].parent / _MORE_TEMPLATES).glob("*.jinja")
         templates = {path.stem: path.read_text() for path in more}
         templates["default"] = files["chat_template.jinja"].read_text()
-    generation = _read_json(files["generation_config.json"]) if "generation_config.json" in files else {}
-    ends = generation.get("eos_token_id")
     return Tokenizer(
         backend,
         name=name,
         templates=templates,
         special={key: text for key in _SPECIAL if (text := _text_of(config.get(key)))},
-        end_token_ids=[] if ends is None else ends if isinstance(ends, list) else [ends],
+        end_token_ids=_end_token_ids(files),
     )
 
 
-def _local_files(directory: Path) -> dict[str, Path]:
-    return {name: directory / name for name in _FILES if (directory / name).is_file()}
+def end_token_ids(name: str) -> list[int]:
+    """Return the tokens that end a turn by the generation_config.json of `name`, a local directory or a model on the
+    hub. Raise as `load_tokenizer`."""
+    return _end_token_ids(_files_of(name, [_GENERATION]))
 
 
-def _hub_files(name: str) -> dict[str, Path]:
+def _end_token_ids(files: Mapping[str, Path]) -> list[int]:
+    ends = _read_json(files[_GENERATION]).get("eos_token_id") if _GENERATION in files else None
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
+def _files_of(name: str, wanted: Sequence[str]) -> dict[str, Path]:
+    if not Path(name).is_dir():
+        return _hub_files(name, wanted)
+    return {file: Path(name, file) for file in wanted if Path(name, file).is_file()}
+
+
+def _hub_files(name: str, wanted: Sequence[str]) -> dict[str, Path]:
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
     found = {}
-    for file in _FILES:
+    for file in wanted:
         try:
             found[file] = Path(hf_hub_download(name, file))
         except LocalEntryNotFoundError as error:

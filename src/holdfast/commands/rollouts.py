@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast.arguments import Subcommands
 from holdfast.errors import CheckpointError, ConfigError, InferenceError, RunDirError
+from holdfast.launcher.liveness import opener
 from holdfast.protocol.inference import (
     GENERATE_ROUTE,
     WEIGHTS_ROUTE,
@@ -278,7 +279,7 @@ def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) 
 def _asked(server: str, route: str, body: bytes | None, kind: type[_Answer]) -> _Answer:
     try:
         request = urllib.request.Request(server + route, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S) as answer:
+        with opener.open(request, timeout=_ANSWER_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(), type=kind, dec_hook=decode_packed)
     except urllib.error.HTTPError as error:
         raise InferenceError(f"{server} refuses a request: {error.read().decode(errors='replace'):.500}") from None

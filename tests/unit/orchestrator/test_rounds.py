@@ -106,7 +106,10 @@ def test_a_trace_names_the_request_and_the_weights_of_every_sampled_token(tmp_pa
     assert versions >= {1, 2}
 
 
-def test_a_trace_asks_a_server_again_and_names_what_it_samples_instead(tmp_path: Path) -> None:
+def test_a_trace_asks_a_server_again_and_names_what_it_samples_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a proxy is not for the servers of a run
     engine = FakeEngine()
     rollouts_of(tmp_path, engine, max_steps=2, async_level=0)
     with serving(engine):

@@ -248,8 +248,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ) from None
 
 
-def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, *, end_token_ids: Sequence[int] = ()) -> Tokenizer:
     """Return the tokenizer that renders, tokenises and masks, with the tokens of `tokenizer`.
+
+    Args:
+        end_token_ids: tokens that end a turn, beside the end-of-text token.
 
     Raises:
         DataError: it is not of the fast kind.
@@ -265,6 +268,7 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
         name=str(tokenizer.name_or_path),
         templates=tokenizer.chat_template,
         special=tokenizer.special_tokens_map,
+        end_token_ids=end_token_ids,
     )
 
 

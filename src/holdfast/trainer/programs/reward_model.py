@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+from holdfast.chat.tokenizer import Tokenizer, end_token_ids
 from holdfast.config import RewardTrainingConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.process.events import report
 from holdfast.trainer.data.packing import Sample, to_device
+from holdfast.trainer.data.samples import chat_tokenizer
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, score_samples
 from holdfast.trainer.preference.losses import reward_loss
@@ -37,7 +38,7 @@ def run(config: RewardTrainingConfig) -> None:
     with start_program(config) as (mesh, tokenizer):
         report("reading data")
         loaded = load_preferences(config, tokenizer, mesh=mesh)
-        with_stops = load_tokenizer(config.model.tokenizer_name)
+        with_stops = chat_tokenizer(tokenizer, end_token_ids=end_token_ids(config.model.tokenizer_name))
         pairs = [end_at_stop_token(pair, with_stops) for pair in loaded if isinstance(pair, Pair)]
         training, held_out = split_preferences(pairs, config.data.validation_fraction, seed=config.seed)
         tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.chat.tokenizer import end_token_ids
 from holdfast.config import DpoConfig, RewardTrainingConfig
 from holdfast.config.named_algorithms import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.data.samples import chat_tokenizer
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model
 from holdfast.trainer.preference.losses import PairLosses, preference_loss, reward_loss, sequence_sums
@@ -29,7 +29,6 @@ from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
 from tests.builders.slow_preferences import pairs, preference_config, variants
-from tests.conftest import BASE
 
 MARGIN = torch.tensor([0.5], dtype=torch.float64)
 ALL = [one for name, built_in in PREFERENCE_LOSSES.items() if built_in.function for one in variants(name)]
@@ -189,9 +188,9 @@ def test_sides_end_with_the_stop_token_as_sampled_answers_do(
     """Whatever white space a chat template puts behind it; text behind it stays, and so does a prompt's stop token."""
     stop = tokenizer.eos_token_id
     text, space, closing = (tokenizer(part)["input_ids"] for part in ("ab", " ", "z"))
-    copied = shutil.copytree(BASE, tmp_path / "copied")
-    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, *closing]}))
-    with_stops = load_tokenizer(str(copied))
+    # Of a directory without tokenizer.json, which transformers may read.
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, *closing]}))
+    with_stops = chat_tokenizer(tokenizer, end_token_ids=end_token_ids(str(tmp_path)))
 
     def shortened(*answer: int) -> list[int]:
         ids = np.asarray([*text, stop, *answer], dtype=np.int32)
