@@ -50,7 +50,6 @@ class Engine:
 
 
 H100 = Engine()
-GROUP = 8
 
 
 @dataclass
@@ -72,6 +71,7 @@ class Cluster:
     median: float
     longest: int
     engine: Engine = H100
+    group: int = 8
     known: Sequence[int] = ()
     trains_s: float | None = None
     draws: random.Random = field(default_factory=lambda: random.Random(3))
@@ -146,7 +146,7 @@ def strict(cluster: Cluster, async_level: int) -> float:
 
 def rounds(cluster: Cluster, async_level: int, tokens: int, *, is_kept: bool = False) -> float:
     """Return tokens a second in rounds of so many tokens."""
-    size = cluster.answers // GROUP
+    size = cluster.answers // cluster.group
     now, trained, ready, begin, total = 0.0, 0.0, {0: 0.0}, (0.0, 0), 0
     running = [list[Answer]() for _ in range(cluster.engines)]
     waiting: list[Answer] = []
@@ -162,8 +162,8 @@ def rounds(cluster: Cluster, async_level: int, tokens: int, *, is_kept: bool = F
         while not _may_take(step, done[:size], open_groups, size, born, async_level):
             while len(open_groups) < (version + 2 + async_level - step) * size:
                 open_groups.append(drawn)
-                missing[drawn], born[drawn] = GROUP, version
-                waiting += [Answer(drawn, length) for length in cluster.lengths(GROUP)]
+                missing[drawn], born[drawn] = cluster.group, version
+                waiting += [Answer(drawn, length) for length in cluster.lengths(cluster.group)]
                 drawn += 1
             while waiting and min(map(len, running)) < cluster.engine.slots:
                 min(running, key=len).append(waiting.pop(0))
@@ -206,7 +206,8 @@ def like(run: Path, engine: Engine, tokens: Sequence[int], async_level: int) -> 
     )
     steps = read_metrics(run_dir.metrics)
     trains_s = statistics.median(step["time/step"] - step["time/wait_for_batch"] for step in steps)
-    told = {"engine": replace(engine, prompt=prompt), "known": tuple(sampled), "trains_s": trains_s}
+    group = len({one.sample_index for one in batches[0]})
+    told = {"group": group, "engine": replace(engine, prompt=prompt), "known": tuple(sampled), "trains_s": trains_s}
     print(f"prompts of {prompt} tokens, answers of {min(sampled)} to {max(sampled)}, training {trains_s:.3f} s a step")
     by_strict = strict(Cluster(1, len(batches[0]), 0.0, 0, **told), 1)
     print(f"strict, async_level 1: {by_strict:,.0f} tokens/s")

@@ -262,14 +262,14 @@ def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) 
     served = _asked(server, WEIGHTS_ROUTE, None, ServedWeights).digest
     known = [part for part in parts if part["weights_digest"] == served]
     if not known:
-        raise InferenceError(
-            f"{server} serves weights with digest {served}, which sampled no token of this rollout. "
-            f"`inference --model.name {run_dir.weights_of(parts[-1]['version'])}` serves weights that did."
-        )
+        weights = run_dir.weights_of(parts[-1]["version"])
+        way = f"`inference --model.name {weights}` serves" if weights.exists() else f"{weights} is removed, and had"
+        raise InferenceError(f"{server} serves weights that sampled no token of this rollout. {way} weights that did.")
     problems = []
     for part in known:
-        (choice,) = _asked(server, GENERATE_ROUTE, msgspec.json.encode(part["request"]), GenerateResponse).choices
-        if (found := choice.token_ids.tolist()) != (sampled := part["token_ids"]):
+        choices = _asked(server, GENERATE_ROUTE, msgspec.json.encode(part["request"]), GenerateResponse).choices
+        found, sampled = [choice.token_ids.tolist() for choice in choices], part["token_ids"]
+        if found != [sampled]:
             problems.append(f"tokens {part['start']}-{part['end'] - 1} are {sampled}, and {server} samples {found}")
     of_others = f"; {len(parts) - len(known)} are of other weights" if len(known) < len(parts) else ""
     again = f"{server} samples the same tokens in {len(known) - len(problems)} of {len(known)} parts{of_others}"

@@ -222,9 +222,10 @@ def _without_gpus() -> Iterator[None]:
 
 
 def _stay_on_this_machine(config: TrainingCommand) -> None:
-    """Have the ranks of one node meet and talk where no other machine reaches them.
+    """Have the ranks of one node meet where no other machine reaches them, and gloo talk there.
 
-    The stores of torch's own backends listen at every address, and gloo at the address of the host's name.
+    The stores of torch's own backends listen at every address, and gloo at the address of the host's name. NCCL, and
+    gloo with `weights.transport = "collective"`, stay as they are. Once in a process.
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry

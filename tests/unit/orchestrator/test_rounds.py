@@ -115,11 +115,11 @@ def test_a_trace_asks_a_server_again_and_names_what_it_samples_instead(
     with serving(engine):
         again = partial(trace, RunDir(tmp_path), index=1, server=engine.url + "/")
         assert again(step="2").exit_code == 0
-        with pytest.raises(InferenceError, match="sampled no token of this rollout. `inference --model.name .*step_0`"):
+        with pytest.raises(InferenceError, match="no token of this rollout. .*step_0"):
             again(step="1")
         engine.alter = lambda body: body["choices"][0].update(token_ids=[9])
         changed = again(step="2")
-    assert changed.exit_code == 1 and "samples [9]" in changed.problems[0]
+    assert changed.exit_code == 1 and "samples [[9]]" in changed.problems[0]
     for url in (engine.url, "localhost:8000"):
         with pytest.raises(InferenceError, match="does not answer"):
             again(step="2", server=url)
