@@ -8,10 +8,13 @@ from torch import Tensor
 
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
+from holdfast.run import manifest
+from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer
 from holdfast.trainer.mesh import Mesh, join_mesh
 from tests.forking.commands import shared_commands
 from tests.models.families import FAMILIES, write_model
-from tests.ranks.parallelism import DIVISIONS, MEASURED, measure, train
+from tests.ranks.checkpoints import whole
+from tests.ranks.parallelism import DIVISIONS, EXPERTS, MEASURED, RESUMED, build, measure, train
 
 pytestmark = pytest.mark.ranks
 
@@ -31,11 +34,69 @@ def by_rank(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
     return shared_commands().two_ranks("tests.ranks.parallelism", directory, model_dir)
 
 
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = next(family for family in FAMILIES if family.name == "qwen3_moe")
+    return write_model(family, tmp_path_factory.mktemp("qwen3_moe"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def saves(mixture_dir: Path, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the saves of all ranks, with a save of one rank after a step."""
+    directory = tmp_path_factory.mktemp("experts")
+    train(mixture_dir, mesh, "adamw", between=directory / "one")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def experts_by_rank(mixture_dir: Path, saves: Path) -> list[dict[tuple[str, str], Found]]:
+    return shared_commands().two_ranks("tests.ranks.parallelism", saves, mixture_dir)
+
+
 @pytest.mark.parametrize(("division", "run"), [(name, run) for name, (_, runs) in DIVISIONS.items() for run in runs])
 def test_ranks_train_as_one_does(
     division: str, run: str, model_dir: Path, mesh: Mesh, by_rank: list[dict[tuple[str, str], Found]]
 ) -> None:
-    one = train(model_dir, mesh, run)
+    same_training(division, run, train(model_dir, mesh, run), by_rank)
+
+
+@pytest.mark.parametrize(("division", "run"), [(name, run) for name, (_, runs) in EXPERTS.items() for run in runs])
+def test_ranks_with_experts_of_their_own_train_as_one_does(
+    division: str, run: str, mixture_dir: Path, mesh: Mesh, experts_by_rank: list[dict[tuple[str, str], Found]]
+) -> None:
+    same_training(division, run, train(mixture_dir, mesh, run), experts_by_rank)
+
+
+def test_ranks_with_experts_of_their_own_go_on_with_equal_bits(
+    experts_by_rank: list[dict[tuple[str, str], Found]],
+) -> None:
+    for rank in experts_by_rank:
+        straight, resumed = rank[RESUMED, "adamw"], rank[RESUMED, "resumed"]
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+
+
+def test_a_save_is_loaded_with_experts_divided_in_any_way(
+    mixture_dir: Path, mesh: Mesh, saves: Path, experts_by_rank: list[dict[tuple[str, str], Found]]
+) -> None:
+    """By one rank, by four with one expert, two or all, by copies, and by one rank again."""
+    *_, objects = build(mixture_dir, mesh, "adamw")
+    load_state_with_optimizer(saves / "one", objects)
+    expected = whole(objects)
+    assert float(expected["optimizer.model.model.layers.0.mlp.experts.down_proj.exp_avg"].abs().max()) > 0
+    for division in EXPERTS:
+        *_, objects = build(mixture_dir, mesh, "adamw")
+        load_state_with_optimizer(saves / division, objects)
+        for found in (whole(objects), *(rank[division, "loaded"] for rank in experts_by_rank)):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    meshes = {division: manifest.verify(saves / division).mesh for division in EXPERTS}
+    assert meshes["shards of experts"] == {"fsdp": 4}
+    assert meshes["halves of experts"] == {"fsdp": 4, "efsdp": 2, "ep": 2}
+    assert meshes["copies of halves"] == {"replicate": 2, "shard": 2, "efsdp": 1, "ep": 2}
+
+
+def same_training(division: str, run: str, one: Found, by_rank: list[dict[tuple[str, str], Found]]) -> None:
+    """Check that all ranks have the numbers of one rank up to rounding."""
     # Muon multiplies matrices in bfloat16.
     loss, weights = (1e-5, 1e-2) if run == "muon" else (1e-6, 1e-5)
     found = by_rank[0][division, run]
@@ -78,3 +139,7 @@ def test_ranks_that_cannot_be_divided_are_refused() -> None:
         ParallelConfig(num_ranks=4, sequence_parallel=3)
     with pytest.raises(ValueError, match="replicas = 3 does not divide the number of ranks, 4"):
         ParallelConfig(num_ranks=4, replicas=3)
+    with pytest.raises(ValueError, match="expert_parallel = 4 does not divide the ranks of a copy of the model, 2"):
+        ParallelConfig(num_ranks=4, replicas=2, expert_parallel=4)
+    with pytest.raises(ValueError, match="cpu_offload does not go with expert_parallel above 1"):
+        ParallelConfig(num_ranks=4, expert_parallel=2, cpu_offload=True)

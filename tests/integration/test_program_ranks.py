@@ -26,6 +26,8 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "copies": {"replicas": 2},
     "slices": {"sequence_parallel": 2},
 }
+# Of a mixture, each rank with half of the experts.
+EXPERTS = {"mixtures/sft": "sft", "mixtures/rl": "rl, everything"}
 # Who is ahead where both sides are equal up to rounding.
 ROUNDED = ("accuracies", "fraction")
 
@@ -44,7 +46,9 @@ def runs(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory, made = tmp_path_factory.mktemp("two"), []
 
     def add(name: str, case: str, *, dropout: bool = False, parallel: dict[str, Any] | None = None, **run: Any) -> None:
-        settings = programs.settings(case, dropout=dropout) | ({"parallel": parallel} if parallel else {})
+        mixture = parallel == {"expert_parallel": 2}
+        settings = programs.settings(case, dropout=dropout, mixture=mixture)
+        settings |= {"parallel": parallel} if parallel else {}
         if "val_interval" in settings:
             settings["val_interval"] = HALF
         made.append({"name": name, "program": CASES[case].program, "settings": settings, **run})
@@ -61,10 +65,14 @@ def runs(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, parallel in DIVISIONS.items():
         add(f"shards and {name}", "sft", parallel=parallel, until=STEPS, resume=HALF, after="sft, parts")
     on_two_ranks(directory, made)
+    made.clear()
+    for name, case in EXPERTS.items():
+        add_three(Path(name).name, case, parallel={"expert_parallel": 2})
+    on_two_ranks(directory / "mixtures", made)
     return directory
 
 
-@pytest.mark.parametrize("name", [*NAMES, "dropout", "slices"])
+@pytest.mark.parametrize("name", [*NAMES, "dropout", "slices", *EXPERTS])
 def test_two_ranks_resume_bit_for_bit(name: str, runs: Path) -> None:
     straight, resumed = (RunDir(runs / f"{name}, {kind}") for kind in ("whole", "resumed"))
     assert differing(end_state(resumed, last=STEPS), end_state(straight, last=STEPS)) == []
@@ -73,9 +81,11 @@ def test_two_ranks_resume_bit_for_bit(name: str, runs: Path) -> None:
     assert len(drawn) == 2, "each rank has a generator of its own"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "adapters" not in name])
+@pytest.mark.parametrize("name", [*(name for name in NAMES if "adapters" not in name), *EXPERTS])
 def test_two_ranks_train_what_one_does(name: str, runs: Path, programs: Programs, tmp_path: Path) -> None:
-    one = train(CASES[name].program, tmp_path / "one", programs.settings(name, dropout=False), until=STEPS)
+    case = EXPERTS.get(name, name)
+    settings = programs.settings(case, dropout=False, mixture=name in EXPERTS)
+    one = train(CASES[case].program, tmp_path / "one", settings, until=STEPS)
     same_metrics(RunDir(runs / f"{name}, whole"), one, relative=1e-3)
 
 
@@ -92,13 +102,16 @@ def test_however_ranks_are_divided_they_go_on_as_shards_would(name: str, runs: P
     assert sizes[1] <= 1.1 * sizes[0], "what two ranks have alike is saved once"
 
 
-@pytest.mark.parametrize("name", ["sft, whole", "sft, adapters, whole", "shards and copies", "shards and offloaded"])
+@pytest.mark.parametrize(
+    "name", ["sft, whole", "sft, adapters, whole", "shards and copies", "shards and offloaded", "mixtures/sft, whole"]
+)
 def test_one_rank_publishes_what_two_have_saved(name: str, runs: Path, programs: Programs) -> None:
     """No step is left for it, so its weights are those that it loaded."""
     case = "sft, adapters" if "adapters" in name else "sft"
     two = RunDir(runs / name).weights_of(STEPS)
     before = load_file(two / "model.safetensors")
-    train("sft", runs / name, programs.settings(case, dropout=False), until=STEPS, resume=STEPS)
+    settings = programs.settings(case, dropout=False, mixture="mixtures" in name)
+    train("sft", runs / name, settings, until=STEPS, resume=STEPS)
     after = load_file(two / "model.safetensors")
     assert before.keys() == after.keys() and all(after[key].equal(tensor) for key, tensor in before.items())
 

@@ -17,6 +17,7 @@ from tests.ranks.two import run_on_ranks
 LENGTHS = (23, 5, 31, 2, 14)
 DIVISIONS: dict[str, dict[str, Any]] = {
     "shards": {}, "offloaded": {"cpu_offload": True}, "copies": {"replicas": 2}, "slices": {"sequence_parallel": 2},
+    "experts": {"expert_parallel": 2},
 }  # fmt: skip
 
 

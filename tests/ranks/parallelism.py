@@ -10,16 +10,18 @@ from torch.distributed.tensor import DTensor
 from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.config.training import OptimConfig, ParallelConfig, SftDataConfig, TrainedModelConfig
+from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.parity_check import check_model
-from holdfast.trainer.model.policy import build_policy, supervised_step
+from holdfast.trainer.model.policy import Policy, build_policy, supervised_step
 from holdfast.trainer.model.value_model import build_scalar_model, score_samples
 from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
 from tests.models.families import random_samples
+from tests.ranks.checkpoints import whole
 from tests.ranks.policy_metrics import measured, ragged_samples, statistics_of, taught
 from tests.ranks.two import run_on_ranks
 
@@ -35,23 +37,49 @@ DIVISIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "offloaded copies of shards": ({"replicas": 2, "cpu_offload": True}, ("adamw", "muon", "lora")),
     "offloaded copies of slices": ({"sequence_parallel": 2, "replicas": 2, "cpu_offload": True}, ("adamw", "lora")),
 }
+# Of a mixture of experts.
+EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "shards of experts": ({}, ()),
+    "halves of experts": ({"expert_parallel": 2}, ("adamw", "clipped", "adapters")),
+    "quarters of experts": ({"expert_parallel": 4}, ("clipped",)),
+    "copies of halves": ({"expert_parallel": 2, "replicas": 2}, ("clipped",)),
+    "slices and quarters": ({"expert_parallel": 4, "sequence_parallel": 2}, ("clipped",)),
+}
+RESUMED = "halves of experts"
 MEASURED = "copies of slices"
 RUNS: dict[str, tuple[dict[str, Any], OptimConfig]] = {
     "adamw": ({}, OptimConfig(lr=1e-2, eps=1e-2, max_grad_norm=float("inf"))),
     "muon": ({}, OptimConfig(type="muon", lr=1e-2, max_grad_norm=0.5)),
     "lora": (LORA, OptimConfig(lr=1e-2, max_grad_norm=0.5)),
+    "clipped": ({}, OptimConfig(lr=1e-2, eps=1e-2, max_grad_norm=0.5)),
+    "adapters": ({"lora": {"rank": 2}}, OptimConfig(lr=1e-2, max_grad_norm=0.5)),
 }
 
 
-def train(model_dir: Path, mesh: Mesh, run: str) -> dict[str, Tensor]:
-    """Return losses and norms of a few supervised steps, and the weights after them. Collective."""
+def build(model_dir: Path, mesh: Mesh, run: str) -> tuple[Policy, torch.optim.Optimizer, dict[str, Any]]:
+    """Return policy and optimizer, and their state. Collective."""
     model, optim = RUNS[run]
     config = TrainedModelConfig.model_validate({"name": str(model_dir), "logits_chunk_tokens": 8} | model)
     policy = build_policy(config, mesh, seed=0)
     optimizer = build_optimizer(policy.hf_model, optim)
+    return policy, optimizer, {"model": policy.hf_model, "optimizer": optimizer}
+
+
+def train(model_dir: Path, mesh: Mesh, run: str, *, between: Path | None = None) -> dict[str, Tensor]:
+    """Return losses and norms of a few supervised steps, and the weights after them. Collective.
+
+    Args:
+        between: where to save before the last step, which new objects take that load the state.
+    """
+    policy, optimizer, objects = build(model_dir, mesh, run)
+    optim = RUNS[run][1]
     data, samples = SftDataConfig(name="", seq_len=32, micro_batch_size=1), random_samples(LENGTHS, seed=1)
     losses, norms = list[float](), list[float]()
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if between is not None and step == STEPS - 1:
+            save_state(between, objects, step=step)
+            policy, optimizer, objects = build(model_dir, mesh, run)
+            load_state_with_optimizer(between, objects)
         losses.append(supervised_step(policy, samples, data, mesh))
         norms.append(clip_gradients(policy, optim.max_grad_norm))
         update_parameters(optimizer, lr=optim.lr)
@@ -90,12 +118,21 @@ def measure(model_dir: Path, mesh: Mesh) -> dict[str, Any]:
     return found
 
 
-def _work(given: Mesh, model_dir: Path, _: Path) -> dict[tuple[str, str], dict[str, Any]]:
+def _work(given: Mesh, model_dir: Path, directory: Path) -> dict[tuple[str, str], dict[str, Any]]:
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for division, (settings, runs) in DIVISIONS.items():
+    has_experts, saved = "moe" in model_dir.name, directory / "one"
+    for division, (settings, runs) in (EXPERTS if has_experts else DIVISIONS).items():
         config = ParallelConfig(num_ranks=RANKS, **settings)
         mesh = join_mesh(config, rank=given.rank, world_size=RANKS, device=given.device)
         found |= {(division, run): train(model_dir, mesh, run) for run in runs}
+        if has_experts:  # each loads what another has saved
+            *_, objects = build(model_dir, mesh, "adamw")
+            load_state_with_optimizer(saved, objects)
+            found[division, "loaded"] = whole(objects)
+            saved = directory / division
+            save_state(saved, objects)
+        if division == RESUMED:
+            found[division, "resumed"] = train(model_dir, mesh, "adamw", between=directory / "between")
         if division == MEASURED:
             found[division, "measured"] = measure(model_dir, mesh)
     return found

@@ -113,6 +113,10 @@ class ParallelConfig(Section):
     """Ranks that share the rows of a micro-batch (Ulysses), each with a slice of the tokens: for samples too long for
     the memory of one. Divides the heads of attention, so there must be a multiple of them: see docs/clusters.md."""
 
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks among which the experts of a mixture of experts are divided: tokens travel to their experts, in the place
+    of parameters to tokens. Divides the ranks of a replica and the number of experts: see docs/clusters.md."""
+
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the host: a layer is copied to the GPU while it
     is computed, and the optimizer steps on the CPU. For models that do not fit otherwise: it is much slower."""
@@ -154,6 +158,11 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _divides_its_ranks(self) -> Self:
+        if self.expert_parallel > 1 and self.cpu_offload:
+            raise ValueError(
+                "cpu_offload does not go with expert_parallel above 1, whose experts stay on the GPU: leave one of "
+                "them out"
+            )
         if self.num_ranks is not None:  # else when that is known
             self.check_ranks(self.world_size)
         return self
@@ -170,6 +179,12 @@ class ParallelConfig(Section):
                     f"{name} = {size} does not divide the number of ranks, {world_size}: set parallel.num_ranks to a "
                     f"multiple of it, or {name} to a divisor"
                 )
+        ranks = world_size // self.replicas
+        if ranks % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel = {self.expert_parallel} does not divide the ranks of a copy of the model, {ranks}: "
+                "set parallel.num_ranks to a multiple of it, or expert_parallel to a divisor"
+            )
 
     @property
     def world_size(self) -> int:
@@ -421,10 +436,16 @@ class TrainingCommand(Command):
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:
-        if self.model.compile and self.parallel.sequence_parallel > 1:
+        for name in ("sequence_parallel", "expert_parallel"):
+            if self.model.compile and getattr(self.parallel, name) > 1:
+                raise ValueError(
+                    f"model.compile does not go with parallel.{name} above 1, whose exchanges between ranks would cut "
+                    "every layer in pieces: leave one of them out"
+                )
+        if self.parallel.expert_parallel > 1 and self.optim.type == "muon":
             raise ValueError(
-                "model.compile does not go with parallel.sequence_parallel above 1, whose exchanges between ranks "
-                "would cut every layer in pieces: leave one of them out"
+                "optim.type = 'muon' does not go with parallel.expert_parallel above 1: set optim.type = 'adamw', or "
+                "leave parallel.expert_parallel out"
             )
         if self.optim.type == "muon" and self.model.lora is not None:
             raise ValueError(

@@ -89,6 +89,8 @@ class Mesh:
     Attributes:
         rank, world_size: global rank and number of ranks.
         device_mesh: torch's, with dimension `fsdp`, or `replicate` and `shard`.
+        expert_mesh: of the same ranks for experts, with dimensions `efsdp` and `ep`, perhaps after `replicate`; None:
+            experts are sharded as all else is.
         sequence: the ranks that share rows with this rank; None: this rank has rows of its own.
         cpu_offload: whether parameters, gradients and optimizer state are in the memory of the host.
     """
@@ -99,6 +101,7 @@ class Mesh:
     device_mesh: DeviceMesh
     sequence: SequenceGroup | None = None
     cpu_offload: bool = False
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def is_main(self) -> bool:
@@ -223,6 +226,11 @@ def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: tor
         # Shards inside: ranks that share parameters are neighbours, on one machine if possible.
         names, shape = ("replicate", "shard"), (config.replicas, world_size // config.replicas)
     device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    expert_mesh = None
+    if config.expert_parallel > 1:
+        *copies, ranks = shape
+        dimensions = (*copies, ranks // config.expert_parallel, config.expert_parallel)
+        expert_mesh = init_device_mesh(device.type, dimensions, mesh_dim_names=(*names[:-1], "efsdp", "ep"))
     size, sequence = config.sequence_parallel, None
     if size > 1:
         sharing = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("data", "sequence"))
@@ -234,6 +242,7 @@ def join_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: tor
         device_mesh=device_mesh,
         sequence=sequence,
         cpu_offload=config.cpu_offload,
+        expert_mesh=expert_mesh,
     )
 
 

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -154,10 +156,27 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.opt
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale gradients to a global norm of at most `max_norm`; return the norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    return float(norm)
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # torch does not compute with tensors of two meshes
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    gradients = [one.grad for group in by_mesh.values() for one in group if one.grad is not None]
+    norm = nn.utils.get_total_norm(gradients) if len(by_mesh) <= 1 else _norm_of_shards(gradients)
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _norm_of_shards(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of shards of several meshes, in one all-reduce. Collective."""
+    shards = [one for one in gradients if isinstance(one, DTensor)]
+    assert len(shards) == len(gradients)
+    own = nn.utils.get_total_norm([one.to_local() for one in shards])
+    square = own.double().square()
+    # Experts have one dimension more than all else, whose last dimension has the ranks of one copy.
+    mesh = min((one.device_mesh for one in shards), key=lambda mesh: mesh.ndim)
+    dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
+    return square.sqrt().to(own.dtype)
 
 
 def check_finite(step: int, *, loss: float, grad_norm: float) -> None:

@@ -92,6 +92,8 @@ def test_warm_up_must_fit_before_the_end_of_the_schedule_and_muon_what_is_traine
     for config in (SftConfig, TrainerConfig):
         with pytest.raises(ValueError, match="optim.type = 'muon' is for whole matrices, and model.lora"):
             config.model_validate({"optim": {"type": "muon"}, "model": {"lora": {}}})
+        with pytest.raises(ValueError, match="optim.type = 'muon' does not go with parallel.expert_parallel"):
+            config.model_validate({"optim": {"type": "muon"}, "parallel": {"num_ranks": 2, "expert_parallel": 2}})
 
 
 @pytest.mark.parametrize(("limit", "scale"), [(math.inf, 1.0), (20.0, 1.0), (5.0, 0.5)])

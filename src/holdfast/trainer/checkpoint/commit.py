@@ -358,11 +358,11 @@ def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    for tensor in tensors.values():
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            return dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, strict=True))
-    return {}
+    """Return the sizes of the dimensions of all meshes; experts may have a mesh of their own."""
+    sizes: dict[str, int] = {}
+    for mesh in {tensor.device_mesh: None for tensor in tensors.values() if isinstance(tensor, DTensor)}:
+        sizes |= dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, strict=True))
+    return sizes
 
 
 def read_values(directory: Path) -> dict[str, Any]:

@@ -442,6 +442,8 @@ class Planner:
         config.model.compile = False  # which changes only the memory of activations
         if config.parallel.cpu_offload:
             raise _NotDriven("parallel.cpu_offload")
+        if config.parallel.expert_parallel > 1:
+            raise _NotDriven("parallel.expert_parallel")
         tracker, mkldnn, like = StepTracker(), torch.backends.mkldnn.enabled, self._like
         with ExitStack() as stack:
             name = stack.enter_context(_config_of(with_layers(self._config, count)))

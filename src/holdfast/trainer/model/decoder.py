@@ -29,6 +29,7 @@ from holdfast.errors import DataError
 from holdfast.trainer.data.packing import PackedIndex
 from holdfast.trainer.mesh import Mesh, SequenceGroup
 from holdfast.trainer.model.context_parallel import RowSlice, reason_against
+from holdfast.trainer.model.expert_parallel import divide_experts, shard_experts
 from holdfast.trainer.model.packing_check import PACKED, find_layout
 from holdfast.trainer.model.structure import decoder_layers, decoder_of, longest_sample, pair_cost
 
@@ -162,6 +163,9 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
     # Resharding frees nothing if each rank has whole parameters on its device.
     frees = mesh.num_shards > 1 or mesh.cpu_offload
     shard = partial(fully_shard, mesh=mesh.device_mesh, mp_policy=mixed_precision, offload_policy=_offload_policy(mesh))
+    if mesh.expert_mesh is not None:
+        for experts in divide_experts(hf_model, mesh.expert_mesh, name=config.name):
+            shard_experts(experts, mesh.expert_mesh, mp_policy=mixed_precision)
     for layer in layers:
         shard(layer, reshard_after_forward=frees)
     embedding = hf_model.get_input_embeddings()

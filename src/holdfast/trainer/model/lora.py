@@ -18,7 +18,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from holdfast.config.training import LoraConfig
@@ -150,7 +150,13 @@ def whole_tensors(hf_model: nn.Module, *, keep: bool) -> Iterator[tuple[str, Ten
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dimension in range(len(placements)):  # one by one, since torch warns if several need a gather
+        placements[dimension] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None) -> str:

@@ -2,13 +2,15 @@
 
 import gc
 
+import pytest
 import torch
 from torch import nn
 from transformers import Qwen3Config
 
 from holdfast.config import SftConfig, TrainerConfig
+from holdfast.errors import HoldfastError
 from holdfast.run.forecast import Load
-from holdfast.trainer.forecast.drive import _changes, with_layers
+from holdfast.trainer.forecast.drive import Planner, _changes, with_layers
 from holdfast.trainer.forecast.tracker import StepTracker, collective_of
 
 
@@ -34,6 +36,14 @@ def test_ways_out_begin_with_the_cheapest() -> None:
     found = dict(_changes(rl, Load(seq_len=4096), "trainer."))
     assert list(found) == ["--trainer.row-tokens 4096", *(f"--trainer.parallel.num-ranks {n}" for n in (4, 8, 16))]
     assert found["--trainer.row-tokens 4096"].row_tokens == 4096 and rl.row_tokens == 8192  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("key", ["cpu_offload", "expert_parallel"])
+def test_what_is_not_driven_is_named(key: str) -> None:
+    parallel = {"num_ranks": 2, key: 2 if key == "expert_parallel" else True}
+    config = SftConfig.model_validate({"model": {"name": "x"}, "data": {"name": "x"}, "parallel": parallel})
+    with pytest.raises(HoldfastError, match=f"parallel.{key}"):
+        object.__new__(Planner).driven(config, Load(), 1)
 
 
 def test_bytes_alive_have_a_purpose() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -24,13 +26,16 @@ from holdfast.trainer.model import packing_check
 from holdfast.trainer.model.attention import packed_attention
 from holdfast.trainer.model.build import naming_failures
 from holdfast.trainer.model.context_parallel import RowSlice, reason_against
+from holdfast.trainer.model.expert_parallel import StableDispatch, divide_experts
 from holdfast.trainer.model.packing_check import PACKED, Layout, find_layout
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.structure import decoder_layers, decoder_of, has_plain_head, longest_sample, pair_cost
 from holdfast.trainer.model.value_model import build_scalar_model
 from tests.models.families import FAMILIES, write_model
+from tests.unit.trainer.programs.cases import MIXTURE
 
 Models = Callable[..., Path]
+PLANNED = "model.layers.*.mlp.experts"
 CPU = torch.device("cpu")
 
 
@@ -188,9 +193,44 @@ def test_layers_are_compiled_where_that_is_asked_for_and_can_be(tiny_model: Mode
     for is_asked in (True, False):
         layers = decoder_layers(build(tiny_model("llama"), mesh, compile=is_asked).hf_model)
         assert {layer._compiled_call_impl is not None for layer in layers} == {is_asked}
-    settings = {"model": {"compile": True}, "parallel": {"num_ranks": 2, "sequence_parallel": 2}}
-    with pytest.raises(ValidationError, match=r"model\.compile does not go with parallel\.sequence_parallel"):
-        SftConfig.model_validate({"output_dir": "run", **settings})
+    for name in ("sequence_parallel", "expert_parallel"):
+        settings = {"model": {"compile": True}, "parallel": {"num_ranks": 2, name: 2}}
+        with pytest.raises(ValidationError, match=rf"model\.compile does not go with parallel\.{name}"):
+            SftConfig.model_validate({"output_dir": "run", **settings})
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "rules", "why"),
+    [
+        ("llama", 2, {}, "transformers cannot send tokens of LlamaForCausalLM .model.name = 'x'. to experts on other"),
+        ("qwen3_moe", 2, {"model.norm": "colwise"}, "transformers cannot send tokens of Qwen3MoeForCausalLM"),
+        ("qwen3_moe", 3, {}, "does not divide the 4 experts of model.layers.0.mlp.experts .model.name = 'x'."),
+        ("qwen3_moe", 1, {f"{PLANNED}.down_proj": "ep_dispatch_experts"}, "how to divide .*mlp.experts.down_proj"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(
+    kind: str, ranks: int, rules: dict[str, str], why: str, tiny_model: Models, mesh: Mesh
+) -> None:
+    config = AutoConfig.from_pretrained(tiny_model(kind, **(MIXTURE if kind == "qwen3_moe" else {})))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.ep_plan.update(rules)
+    own = init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep"))
+    given: Any = own if ranks == mesh.world_size else {"ep": SimpleNamespace(size=lambda: ranks)}
+    with pytest.raises(DataError, match=f"parallel.expert_parallel = {ranks}: .*{why}"):
+        divide_experts(model, given, name="x")
+
+
+def test_tokens_of_an_expert_keep_their_order(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a sort does not, unless it is asked to."""
+    sort = torch.argsort
+    monkeypatch.setattr(
+        torch, "argsort", lambda keys, *, stable=False: sort(keys if stable else keys - torch.arange(len(keys)) / 99)
+    )
+    group = init_device_mesh("cpu", (mesh.world_size,)).get_group()
+    experts_TK = torch.tensor([[1, 0], [0, 1], [1, 0]])
+    tokens_PH, expert_P, *_ = StableDispatch()._dispatch_tokens(torch.arange(3.0)[:, None], experts_TK, 2, group, 1)
+    assert (tokens_PH.flatten().tolist(), expert_P.tolist()) == ([0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1])
 
 
 @pytest.mark.parametrize(("dtype", "advice"), [("bfloat16", True), ("float32", False)])

@@ -16,6 +16,7 @@ from tests.unit.trainer.programs.in_process import HALF, STEPS, end_state, forge
 OTHER_MODEL, REWARD_MODEL, SAMPLES, SOME_PAIRS = "OTHER", "SCORES", "SAMPLES", "PAIRS"
 DROPOUT: dict[str, Any] = {"attention_dropout": 0.3}
 """The model of every case has dropout, so that a generator that is not restored shows."""
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SFT = {"name": SAMPLES, "batch_size": 8, "micro_batch_size": 2, "seq_len": 32}
 PREFERENCES = {"name": SOME_PAIRS, "batch_size": 8, "micro_batch_size": 2, "seq_len": 40}
 VALIDATED = {"validation_fraction": 0.1}
@@ -85,11 +86,12 @@ class Programs:
         self._halves: dict[str, RunDir] = {}
         self._states: dict[str, dict[str, Any]] = {}
 
-    def settings(self, name: str, *, dropout: bool = True) -> dict[str, Any]:
-        """Return the settings of a case, with files in the place of their names."""
+    def settings(self, name: str, *, dropout: bool = True, mixture: bool = False) -> dict[str, Any]:
+        """Return the settings of a case, with files in the place of their names; `mixture`: of a mixture of experts."""
         case = CASES[name]
         filled = self._filled(case.settings)
-        model = self._tiny_model(case.kind, **(case.model if dropout else {}))
+        kind, fields = ("qwen3_moe", MIXTURE) if mixture else (case.kind, {})
+        model = self._tiny_model(kind, **fields, **(case.model if dropout else {}))
         own = {"optim": {"lr": 1e-3} | filled.get("optim", {}), "model": filled.get("model", {}) | {"name": str(model)}}
         return filled | own
 
