@@ -438,6 +438,6 @@ class Sampler:
 
 
 def _of_seed(choice: Completion, seed: int) -> Completion:
-    """Return what an engine sampled with `seed`, without what belongs to the engine's answer alone."""
+    """Return what an engine sampled with `seed`, without the index and digests of the engine's answer."""
     spans = [VersionSpan(span.version, span.start, span.end, seed) for span in choice.versions]
     return Completion(choice.token_ids, choice.logprobs, choice.finish_reason, spans)

@@ -165,7 +165,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
     seed: int = 0
 
     def moved(self, by: int) -> VersionSpan:
-        """Return the span of the same tokens where `by` tokens stand before."""
+        """Return the span of the same tokens `by` places later."""
         return VersionSpan(self.version, self.start + by, self.end + by, self.seed)
 
 
