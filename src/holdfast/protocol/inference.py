@@ -137,7 +137,7 @@ class Completion(msgspec.Struct):
     versions: list[VersionSpan]
 
 
-class SampledSpan(VersionSpan, frozen=True, kw_only=True):
+class SampledSpan(VersionSpan, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens [start, end) of a choice were sampled by the weights of `version` with this digest."""
 
     digest: str
