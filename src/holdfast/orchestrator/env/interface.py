@@ -258,7 +258,7 @@ class Session:
     async def sample(self, *, max_tokens: int | None = None) -> str:
         """Let the policy continue by at most `max_tokens` (default: `sampling.max_tokens`); return the sampled text.
 
-        Raises SessionFull if there is no room for a token, RuntimeError if this session is being sampled already,
+        Raises SessionFull if no token fits, RuntimeError if this session is being sampled already,
         TypeError or ValueError if `max_tokens` is not an integer from 1.
         """
         self._require_idle("sample()")

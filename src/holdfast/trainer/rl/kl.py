@@ -115,7 +115,7 @@ class EntropyCoefficient(State):
     Without a target it stays as configured. With a target it is c if the entropy of the last step was at most the
     target, else 0. After a step with at most the target, c rises by `step_size`, to `largest`. After any other step it
     falls by `step_size`, to 0 (He et al. 2025, "Skywork Open Reasoner 1 Technical Report", section 3.3; TRL's
-    `use_adaptive_entropy`). Before the first step no entropy is known, and there is no bonus.
+    `use_adaptive_entropy`). Before the first step no entropy is known, and the bonus is 0.
     """
 
     def __init__(self, config: EntropyConfig) -> None:
