@@ -2,13 +2,15 @@
 
 Publishes versions of a model with random weights as the trainer does, and pushes them to a vLLM server as the
 orchestrator does, which then samples one token. Rounds of both transports alternate on one server, and each version
-differs from the version before it. Prints medians, beside one copy of the same bytes in memory.
+differs from the version before it. Prints medians, beside one copy of the same bytes in memory. The directory alone is
+compared with the same bytes written by one call and synced, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import subprocess
 import sys
@@ -34,6 +36,7 @@ from holdfast.trainer.data.samples import load_tokenizer
 from holdfast.trainer.mesh import join_mesh
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.tensor_names import DTYPES
 from holdfast.trainer.model.weight_offers import WeightOffers
 from tests.runs.ports import free_port
 
@@ -44,6 +47,7 @@ _TOKENIZER = "examples/reverse_text/base"
 _SIZES = {
     "3M": (192, 512, 6, 6, 2, 1024),
     "135M": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M
+    "400M": (1024, 4096, 22, 16, 8, 49152),
 }
 
 
@@ -57,7 +61,10 @@ class Measurement:
         mesh = join_mesh(ParallelConfig(), rank=0, world_size=1, device=torch.device("cpu"))
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(_TOKENIZER)
         self.policy: Policy = build_policy(TrainedModelConfig(name=str(model), init="random"), mesh, seed=0)
-        self._publisher = WeightPublisher(self.run_dir, self.policy, tokenizer, mesh, dtype="float32")
+        self._publishers = {
+            dtype: WeightPublisher(self.run_dir, self.policy, tokenizer, mesh, dtype=dtype) for dtype in DTYPES
+        }
+        self._publisher = self._publishers["float32"]
 
     async def measure(self, transports: Sequence[str], rounds: int) -> dict[str, list[float]]:
         """Return the seconds of each round by transport; the first round of each warms up, and is left out."""
@@ -92,6 +99,31 @@ class Measurement:
         assert (weights.written is None) == (offers is not None), "it came by the other transport"
         self._publisher.prune({version})
         return seconds
+
+    def publish_alone(self, dtype: str, rounds: int) -> str:
+        """Return what it takes to publish in `dtype`, beside a write of the same bytes. The first round warms up."""
+        publisher, taken, raw, more = self._publishers[dtype], list[float](), list[float](), list[int]()
+        size = 0
+        for version in range(rounds + 1):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+            before, begin = peak_bytes(psutil.Process()), time.perf_counter()
+            path = publisher.publish(version) / "model.safetensors"
+            taken.append(time.perf_counter() - begin)
+            more.append(peak_bytes(psutil.Process()) - before)
+            written = path.read_bytes()
+            begin = time.perf_counter()
+            with open(self.run_dir.path / "raw", "wb", buffering=0) as file:
+                file.write(written)
+                os.fsync(file.fileno())
+            raw.append(time.perf_counter() - begin)
+            size = len(written)
+            del written
+            publisher.prune(set())
+        ratios = [one / other for one, other in zip(taken[1:], raw[1:], strict=True)]
+        return (
+            f"{dtype}, {size / 1e6:.1f} MB in {statistics.median(taken[1:]):.3f} s, {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}) of a plain write; memory {max(more) / size:.2f} of the bytes"
+        )
 
     def copy_seconds(self, rounds: int) -> float:
         """Return the median seconds of a copy of all parameters in memory."""
@@ -145,7 +177,7 @@ def main() -> None:
     """Print a line for each model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=_SIZES, default=list(_SIZES))
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument("--transports", nargs="*", choices=TRANSPORTS, default=TRANSPORTS, help="none: no server")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1, help="of trainer and engine, each")
     arguments = parser.parse_args()
@@ -155,6 +187,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             directory = Path(place)
             write_model(directory / "model", size)
+            if not arguments.transports:
+                measurement = Measurement(directory / "model", directory, "")
+                for dtype in DTYPES:
+                    print(f"{size}: {measurement.publish_alone(dtype, arguments.rounds)}", flush=True)
+                continue
             with serving(directory / "model", directory, threads=arguments.threads) as (url, server):
                 measurement = Measurement(directory / "model", directory, url)
                 seconds = asyncio.run(measurement.measure(arguments.transports, arguments.rounds))

@@ -20,12 +20,10 @@ import torch.distributed as dist
 import xxhash
 
 from holdfast.errors import DataError
-from holdfast.inference.weight_files import OUTPUT_LAYER, Architecture, check_fit, check_names, checked
+from holdfast.inference.weight_files import FLOATS, OUTPUT_LAYER, Architecture, check_fit, check_names, checked
 from holdfast.protocol import transfer
 from holdfast.protocol.transfer import TensorEntry, Transfer, TransferPlan
 from holdfast.run.weights import WeightsFile, combined_digest
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class TransferError(Exception):
@@ -111,7 +109,7 @@ class Incoming:
                 entries, data = arrived
                 for name, kind, shape, begin, end in entries:
                     start = begin - entries[0].begin
-                    tensor = data[start : start + end - begin].view(_DTYPES[kind]).view(shape)
+                    tensor = data[start : start + end - begin].view(FLOATS[kind]).view(shape)
                     yield name, checked(f"version {self._plan.version}", name, tensor, architecture, dtype)
         finally:
             self._abandon()
@@ -152,9 +150,9 @@ def _check_plan(plan: TransferPlan, architecture: Architecture, where: str) -> N
     """Raise DataError if a model does not have these tensors; ValueError if the plan has errors."""
     tensors: dict[str, torch.Tensor] = {}
     for entry in (entry for file in plan.files for entry in transfer.entries_of(file)):
-        if entry.name in tensors or entry.dtype not in _DTYPES:
+        if entry.name in tensors or entry.dtype not in FLOATS:
             raise ValueError(f"tensor '{entry.name}' is twice in it, or has the dtype {entry.dtype}")
-        tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
+        tensor = torch.empty(entry.shape, dtype=FLOATS[entry.dtype], device="meta")
         if tensor.numel() * tensor.element_size() != entry.end - entry.begin:
             raise ValueError(f"tensor '{entry.name}' has {entry.end - entry.begin} bytes in it")
         check_fit(where, entry.name, tensor, architecture)

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import safetensors.torch
 import torch
 import xxhash
@@ -28,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from holdfast.errors import CheckpointError, DataError, nearest
+from holdfast.protocol import transfer
 from holdfast.run.manifest import MANIFEST_NAME, read_manifest, verify
 from holdfast.run.weights import (
     ADAPTER_CONFIG_NAME,
@@ -60,7 +62,10 @@ class CheckedWeights:
 OUTPUT_LAYER = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
-_ACCEPTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The accepted dtypes by their names in safetensors files."""
+
+_ACCEPTED_DTYPES = tuple(FLOATS.values())
 _MOST_FILES = 10_000
 _SETTINGS_BYTES = 1 << 26  # of manifest, index and settings
 _BYTES_PER_PARAMETER = 8  # of float64, which is larger than all accepted dtypes
@@ -193,19 +198,21 @@ def read_files(
     for path in paths:
         listed = None if expected is None else _listed(path, expected)
         # Read once: digest and tensors are of the same bytes, even if the file changes.
-        content = path.read_bytes()
-        file = WeightsFile(path.name, len(content), xxhash.xxh3_128_hexdigest(content))
+        content = _content(path)
+        file = WeightsFile(path.name, len(content), xxhash.xxh3_128_hexdigest(content.data))
         if listed is not None and file.xxh3_128 != listed.xxh3_128:
             raise DataError(f"{path} is damaged: checksum {file.xxh3_128}, {MANIFEST_NAME} says {listed.xxh3_128}")
         # The first 8 bytes are the length of the header, which safetensors parses before all else.
-        header_bytes = int.from_bytes(content[:8], "little")
+        header_bytes = int.from_bytes(content[:8].tobytes(), "little")
         if header_bytes > architecture.most_header_bytes:
             raise DataError(
                 f"{path} is not a whole safetensors file of this model: a header of {header_bytes} bytes, allowed are "
                 f"{architecture.most_header_bytes} for {len(architecture.shapes)} tensors"
             )
         try:
-            loaded = safetensors.torch.load(content)
+            loaded = _views(content, header_bytes)
+            if loaded is None:
+                loaded = safetensors.torch.load(content.tobytes())
         except (SafetensorError, ValueError, KeyError) as error:
             raise DataError(f"{path} is not a whole safetensors file: {error}") from None
         if twice := sorted(loaded.keys() & tensors.keys()):
@@ -213,6 +220,27 @@ def read_files(
         tensors.update(loaded)
         files.append(file)
     return tensors, combined_digest(files + scaling_of(directory, [file.name for file in files]))
+
+
+def _content(path: Path) -> np.ndarray:
+    with open(path, "rb") as file:
+        content = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)
+        return content[: file.readinto(content.data)]
+
+
+def _views(content: np.ndarray, header_bytes: int) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of a file without a copy; None: let safetensors read it, or say what is wrong with it."""
+    begin = 8 + header_bytes
+    try:
+        header = content[8:begin].tobytes().decode()
+        entries = transfer.entries_of(transfer.PlannedFile("", header))
+        is_whole = not entries or begin + entries[-1].end == len(content)
+        if begin % 8 or not is_whole or any(entry.dtype not in FLOATS for entry in entries):
+            return None
+        data = torch.from_numpy(content)[begin:]
+        return {one.name: data[one.begin : one.end].view(FLOATS[one.dtype]).view(one.shape) for one in entries}
+    except (ValueError, RuntimeError, TypeError):
+        return None
 
 
 def require_regular(directory: Path, *, most_bytes: int) -> None:

@@ -27,7 +27,8 @@ from holdfast.run.weights import ADAPTER_DIR, ADAPTER_NAME, PEFT_PREFIX, adapted
 from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors
 from holdfast.trainer.model.build import is_classifier, load_model_config, open_weights, trained_tensors
 from holdfast.trainer.model.lora import HEAD, digest_of, merged, save_factors
-from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, TensorLayout, names_in_files
+from holdfast.trainer.model.safetensors_files import SafetensorsWriter
+from holdfast.trainer.model.tensor_names import DTYPES, TensorLayout, names_in_files
 
 
 def meta_model(name: str, *, num_labels: int | None = None) -> PreTrainedModel:
@@ -142,8 +143,7 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 def commit(directory: Path, final: Path, writer: SafetensorsWriter, dtype: torch.dtype, source: Manifest) -> Written:
     """Finish the files, write the manifest and give the directory its name; `source` is the checkpoint's manifest."""
-    writer.close()
-    files = manifest.describe_files(directory)
+    files = manifest.describe_files(directory, known=writer.close())
     listing = Manifest(
         kind="weights",
         step=source.step,

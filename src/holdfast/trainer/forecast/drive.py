@@ -360,12 +360,11 @@ def drive(
     published = 0
     if isinstance(config, TrainerConfig):
         tracker.begin("publishing")
-        itemsize = DTYPES[config.model.compute_dtype].itemsize
         if config.model.lora is not None:
             published = sum(factor.numel() * 4 for factor in adapter_parameters(policy.hf_model).values())
         else:
-            for _, tensor in whole_tensors(policy.hf_model, keep=True):
-                published += tensor.numel() * itemsize
+            for _, tensor in whole_tensors(policy.hf_model, keep=True, dtype=DTYPES[config.model.compute_dtype]):
+                published += tensor.nbytes
     return _step_of(tracker, policy, rows, work, published), work
 
 

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
@@ -33,8 +32,9 @@ from holdfast.run.weights import (
     tensors_digest,
 )
 from holdfast.trainer.checkpoint.state import State
+from holdfast.trainer.model.safetensors_files import SafetensorsFile
 from holdfast.trainer.model.structure import BASE_LAYER, FACTOR, base_tensors
-from holdfast.trainer.model.tensor_names import TensorLayout, mode_of_new_files
+from holdfast.trainer.model.tensor_names import TensorLayout
 
 HEAD = "score.weight"
 """The head of a model that scores sequences: trained whole beside the adapters, since no file has it."""
@@ -132,21 +132,36 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Te
     return weight_OI.float() + (b_OR.float() @ a_RI.float()) * scale
 
 
-def whole_tensors(hf_model: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a model by name, whole, merged and on the CPU, if this rank shall `keep` it. Collective."""
+def whole_tensors(
+    hf_model: nn.Module, *, keep: bool, dtype: torch.dtype | None = None, copy: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a model by name, whole, merged and on the CPU, if this rank shall `keep` it. Collective.
+
+    Args:
+        dtype: of floating-point tensors; None: as they are.
+        copy: none shares memory with the model.
+    """
     factors = adapter_parameters(hf_model)
     matrices = adapted_matrices(factors)
     scale = _peft_config_of(hf_model).lora_alpha / _peft_config_of(hf_model).r if factors else 0.0
     for name, tensor in base_tensors(hf_model).items():
-        value = _whole(tensor)
         pair = [_whole(factors[factor].detach()) for factor in matrices.get(name, ())]
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        # Before it is gathered and copied, which may then be half the bytes. A matrix is merged in float32 first.
+        value = _whole(tensor if pair else tensor.to(wanted))
         if not keep:
             continue
         value = value.cpu()
         if pair:
             a_RI, b_OR = pair
-            value = merged(value, a_RI.cpu(), b_OR.cpu(), scale=scale)
+            value = merged(value, a_RI.cpu(), b_OR.cpu(), scale=scale).to(wanted)
+        elif copy and _storage(value) == _storage(tensor):
+            value = value.clone()
         yield name, value
+
+
+def _storage(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -222,10 +237,8 @@ class Adapters(State):
 def save_factors(factors: Mapping[str, Tensor], directory: Path) -> None:
     """Write factors and head, by their names in checkpoints, as `adapter_model.safetensors`."""
     directory.mkdir(exist_ok=True)
-    path = directory / ADAPTER_NAME
     tensors = {f"{PEFT_PREFIX}{name}": factor.float().cpu().contiguous() for name, factor in factors.items()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode_of_new_files())  # safetensors writes for the owner only; the server may be another user
+    SafetensorsFile.of(tensors).write(directory / ADAPTER_NAME)
 
 
 def _peft_config_of(hf_model: nn.Module) -> Any:

@@ -16,12 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.errors import DataError
 from holdfast.protocol.inference import CANARY_NAME
 from holdfast.run import atomic, manifest
+from holdfast.run.manifest import FileEntry
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_DIR, listed_digest
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.lora import Adapters, whole_tensors
-from holdfast.trainer.model.tensor_names import DTYPES, SafetensorsWriter, TensorLayout
+from holdfast.trainer.model.safetensors_files import SafetensorsWriter
+from holdfast.trainer.model.tensor_names import DTYPES, TensorLayout
 from holdfast.trainer.model.weight_offers import WeightOffers
 
 
@@ -98,9 +100,9 @@ class WeightPublisher:
         temporary = atomic.temporary_sibling(final)
         if self._mesh.is_main:
             temporary.mkdir(parents=True)
-        offered = None
+        offered, written = None, {}
         if not adapter_alone:
-            offered = self._write_tensors(temporary, version, offers)
+            offered, written = self._write_tensors(temporary, version, offers)
         if self._adapters is not None:
             place = temporary if adapter_alone else temporary / ADAPTER_DIR
             self._adapters.write_factors(place, keep=self._mesh.is_main)
@@ -110,7 +112,7 @@ class WeightPublisher:
                 (temporary / name).write_bytes(content)
             if canary is not None:
                 (temporary / CANARY_NAME).write_bytes(canary)
-            files = manifest.describe_files(temporary)
+            files = manifest.describe_files(temporary, known=written)
             listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
             assert offered in (None, listed_digest(listing, temporary)), "other weights were offered than written"
             manifest.write_manifest(temporary, listing)
@@ -119,8 +121,14 @@ class WeightPublisher:
             atomic.publish_directory(temporary, final)
         return final
 
-    def _write_tensors(self, directory: Path, version: int, offers: WeightOffers | None) -> str | None:
-        """Gather tensors one by one to rank 0, which writes them; return the digest of an offer, if there is one."""
+    def _write_tensors(
+        self, directory: Path, version: int, offers: WeightOffers | None
+    ) -> tuple[str | None, dict[str, FileEntry]]:
+        """Gather tensors one by one to rank 0, which writes them.
+
+        Returns:
+            The digest of an offer, if there is one, and what rank 0 wrote.
+        """
         files, digest = SafetensorsWriter(directory), None
         gathered: Iterable[tuple[str, Tensor]] = self._gathered(copy=offers is not None)
         if offers is not None:
@@ -128,16 +136,14 @@ class WeightPublisher:
             digest = offers.offer(version, gathered)
         for name, tensor in gathered:
             files.add(name, tensor)
-        if self._mesh.is_main:
-            files.close()
-        return digest
+        return digest, files.close() if self._mesh.is_main else {}
 
     def _gathered(self, *, copy: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the files on rank 0, and some on others; `copy`: none shares memory with the policy."""
-        tensors = whole_tensors(self._policy.hf_model, keep=self._mesh.is_main)
-        for name, tensor in self._layout.to_files(tensors) if self._mesh.is_main else tensors:
-            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            yield name, tensor.to(dtype=dtype, copy=copy).contiguous()
+        is_main = self._mesh.is_main
+        tensors = whole_tensors(self._policy.hf_model, keep=is_main, dtype=self._dtype, copy=copy)
+        for name, tensor in self._layout.to_files(tensors) if is_main else tensors:
+            yield name, tensor.contiguous()
 
     def prune(self, needed: set[int]) -> None:
         """Remove the published versions that are not `needed`."""

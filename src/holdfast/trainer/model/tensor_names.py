@@ -1,4 +1,4 @@
-"""Tensors of a model in Hugging Face files: their names and layout, and a writer of safetensors files.
+"""Tensors of a model in Hugging Face files: their names and layout.
 
 transformers loads some models into other tensors than their files have: experts become one tensor per layer, names and
 prefixes change (`transformers.core_model_loading`). vLLM and others expect the tensors of the original files. This
@@ -8,7 +8,6 @@ the whole model at once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -34,11 +32,10 @@ from transformers.utils.hub import cached_file
 from holdfast.errors import DataError
 from holdfast.run.checkpoints import NAMES_NAME
 from holdfast.run.weights import weights_files
+from holdfast.trainer.model.safetensors_files import SINGLE_NAME
 from holdfast.trainer.model.structure import base_tensors
 
 _INDEX_NAME = "model.safetensors.index.json"
-_SINGLE_NAME = "model.safetensors"
-MAX_FILE_BYTES = 4 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -58,7 +55,7 @@ def names_in_files(name: str) -> list[str] | None:
     try:
         if (listed := Path(name) / NAMES_NAME).is_file():
             return msgspec.json.decode(listed.read_bytes(), type=list[str])
-        single = _fetched(name, _SINGLE_NAME)
+        single = _fetched(name, SINGLE_NAME)
         if single is None and (index := _fetched(name, _INDEX_NAME)) is not None:
             return sorted(_weight_map(index))
         files = weights_files(Path(name)) if single is None else [single]
@@ -69,7 +66,7 @@ def names_in_files(name: str) -> list[str] | None:
 
 def weight_files(name: str) -> list[Path]:
     """Return the safetensors files of a directory or hub model, or none. Raise DataError if the index is damaged."""
-    if (single := _fetched(name, _SINGLE_NAME)) is not None:
+    if (single := _fetched(name, SINGLE_NAME)) is not None:
         return [single]
     index = _fetched(name, _INDEX_NAME)
     if index is None:
@@ -256,82 +253,3 @@ class TensorLayout:
                 f"{type(self._model).__name__} cannot be written in the layout of its original checkpoint: by this "
                 f"version of transformers {wrong[0]} would not come back from the files ({len(wrong)} such tensors)"
             )
-
-
-def mode_of_new_files() -> int:
-    """Return the mode that `open` gives a new file in this process."""
-    # `os.umask` would change the umask for other threads.
-    umask = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return 0o666 & ~int(umask[1], 8) if umask else 0o600
-
-
-def split_files(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, list[tuple[str, Tensor]]]]:
-    """Return the files, by their names, into which a `SafetensorsWriter` divides these tensors."""
-    files: list[list[tuple[str, Tensor]]] = []
-    size = 0
-    for name, tensor in tensors:
-        own = tensor.numel() * tensor.element_size()
-        if not files or size + own > MAX_FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append((name, tensor))
-        size += own
-    names = (
-        [_SINGLE_NAME] if len(files) == 1 else [file_name("model", number, len(files)) for number in range(len(files))]
-    )
-    return list(zip(names, files, strict=True))
-
-
-def file_name(name: str, number: int, num_files: int) -> str:
-    """Return the name of file `number`, from 0, of several."""
-    return f"{name}-{number + 1:05d}-of-{num_files:05d}.safetensors"
-
-
-class SafetensorsWriter:
-    """Writes tensors that come one by one into safetensors files, and holds the tensors of one file at most.
-
-    The files get their names when all are written. Counts tensors, elements and bytes.
-    """
-
-    def __init__(self, directory: Path, *, max_file_bytes: int | None = None, name: str = "model") -> None:
-        self._directory = directory
-        self._name = name
-        self._max_file_bytes = MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes
-        self._waiting: dict[str, Tensor] = {}
-        self._waiting_bytes = 0
-        self._files: list[tuple[Path, list[str]]] = []
-        self.num_tensors = 0
-        self.num_elements = 0
-        self.num_bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take one contiguous CPU tensor."""
-        size = tensor.numel() * tensor.element_size()
-        if self._waiting and self._waiting_bytes + size > self._max_file_bytes:
-            self._write_waiting()
-        self._waiting[name] = tensor
-        self._waiting_bytes += size
-        self.num_tensors += 1
-        self.num_elements += tensor.numel()
-        self.num_bytes += size
-
-    def close(self) -> None:
-        """Write what is left and give the files their usual names, with an index where there are several."""
-        self._write_waiting()
-        if len(self._files) == 1:
-            self._files[0][0].rename(self._directory / f"{self._name}.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for number, (path, names) in enumerate(self._files):
-            final = file_name(self._name, number, len(self._files))
-            path.rename(self._directory / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
-        (self._directory / f"{self._name}.safetensors.index.json").write_bytes(msgspec.json.encode(index))
-
-    def _write_waiting(self) -> None:
-        path = self._directory / f"part-{len(self._files)}.safetensors"
-        save_file(self._waiting, path, metadata={"format": "pt"})
-        path.chmod(mode_of_new_files())  # safetensors writes for the owner only; the server may be another user
-        self._files.append((path, list(self._waiting)))
-        self._waiting, self._waiting_bytes = {}, 0

@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -20,66 +19,29 @@ from typing import Any, Self
 import msgspec
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from holdfast.config.rl_trainer import WeightsConfig
 from holdfast.errors import ConfigError
 from holdfast.protocol import transfer
-from holdfast.protocol.transfer import Offer, PlannedFile, TensorEntry, TransferPlan
+from holdfast.protocol.transfer import Offer, PlannedFile, TransferPlan
 from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import WeightsFile, combined_digest
-from holdfast.trainer.model.tensor_names import split_files
+from holdfast.trainer.model.safetensors_files import SafetensorsFile, bytes_of, split_files
 
 _log = logging.getLogger("trainer")
 # While nobody takes an offer, its thread waits: an orchestrator may be busy with a batch for days.
 _FOREVER = timedelta(days=365)
 _GROUP_BYTES = 64 << 20
-_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
-    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
-}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _File:
-    """One file of a version as it will be on the disk: its tensors in the order of their bytes."""
-
-    name: str
-    entries: list[TensorEntry]
-    tensors: list[Tensor]
-
-    @classmethod
-    def of(cls, name: str, tensors: dict[str, Tensor]) -> _File:
-        entries: list[TensorEntry] = []
-        at = 0
-        order = transfer.in_file_order((name, _NAMES[tensor.dtype]) for name, tensor in tensors.items())
-        for tensor_name in order:
-            tensor = tensors[tensor_name]
-            end = at + tensor.numel() * tensor.element_size()
-            entries.append(TensorEntry(tensor_name, _NAMES[tensor.dtype], tuple(tensor.shape), at, end))
-            at = end
-        return cls(name, entries, [tensors[tensor_name] for tensor_name in order])
-
-    def described(self) -> WeightsFile:
-        """Return size and checksum, as `holdfast.run.manifest` finds them on the disk."""
-        header = transfer.header_bytes(transfer.encode_header(self.entries))
-        checksum = xxhash.xxh3_128(header)
-        for tensor in self.tensors:
-            checksum.update(_bytes_of(tensor).numpy().data)
-        return WeightsFile(self.name, len(header) + self.entries[-1].end, checksum.hexdigest())
-
-    def groups(self) -> Iterator[Tensor]:
-        """Yield the bytes of the tensors that are sent together."""
-        tensors = iter(self.tensors)
-        for group in transfer.groups_of(self.entries, most_bytes=_GROUP_BYTES):
-            parts = [_bytes_of(next(tensors)) for _ in group]
-            yield parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+def _groups_of(file: SafetensorsFile) -> Iterator[Tensor]:
+    """Yield the bytes of the tensors that are sent together."""
+    tensors = iter(file.tensors)
+    for group in transfer.groups_of(file.entries, most_bytes=_GROUP_BYTES):
+        parts = [bytes_of(next(tensors)) for _ in group]
+        yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class WeightOffers:
@@ -122,11 +84,12 @@ class WeightOffers:
             tensors: contiguous, on the CPU, and never written to again.
         """
         self._withdraw()
-        files = [_File.of(name, dict(group)) for name, group in split_files(tensors)]
-        digest = combined_digest(file.described() for file in files)
-        planned = [PlannedFile(file.name, transfer.encode_header(file.entries)) for file in files]
+        files = {name: SafetensorsFile.of(dict(group)) for name, group in split_files(tensors)}
+        entries = {name: file.describe() for name, file in files.items()}
+        digest = combined_digest(WeightsFile(name, one.size_bytes, one.xxh3_128) for name, one in entries.items())
+        planned = [PlannedFile(name, transfer.encode_header(file.entries)) for name, file in files.items()]
         plan = TransferPlan(version, digest, self._device.type, _GROUP_BYTES, planned)
-        self._sending = _Sending(plan, files, self._config, self._device)
+        self._sending = _Sending(plan, list(files.values()), self._config, self._device)
         self._sent.append(self._sending)
         offer = Offer(version, digest, self._sending.address, self._config.stall_timeout_s)
         atomic.write_file(self._path, msgspec.json.encode(offer))
@@ -143,7 +106,9 @@ class WeightOffers:
 class _Sending:
     """One offer: a store, and a thread that sends once, to the first members that join."""
 
-    def __init__(self, plan: TransferPlan, files: list[_File], config: WeightsConfig, device: torch.device) -> None:
+    def __init__(
+        self, plan: TransferPlan, files: list[SafetensorsFile], config: WeightsConfig, device: torch.device
+    ) -> None:
         self._version, self._files, self._device = plan.version, files, device
         self._stall = timedelta(seconds=config.stall_timeout_s)
         with _listen(config.host) as listener:
@@ -197,7 +162,7 @@ class _Sending:
         # Not by keys of the store: a member that dies here ends the group at once, and no other member waits for it.
         group.allreduce([torch.zeros(1, device=self._device)], dist.AllreduceOptions()).wait()
         for file in self._files:
-            for part in file.groups():
+            for part in _groups_of(file):
                 group.broadcast([part.to(self._device)], dist.BroadcastOptions()).wait()
         # Until the engines say that they have all bytes, the connections stay.
         self._store.wait([transfer.received_key(rank) for rank in range(1, num_members)], self._stall)

@@ -25,7 +25,7 @@ from holdfast.trainer.checkpoint.dcp import IndexReader
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.export import Export, Group, TensorReader, describe, export, new_directory
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.tensor_names import SafetensorsWriter
+from holdfast.trainer.model.safetensors_files import SafetensorsWriter
 from tests.builders.checkpoint_files import write_checkpoint
 
 NAMES = [

@@ -71,6 +71,31 @@ def test_weights_come_in_the_dtype_of_the_engine(tmp_path: Path, stored: torch.d
     assert torch.equal(tensors["b"].float(), torch.arange(4).float())
 
 
+def test_the_tensors_of_a_file_are_the_bytes_that_were_read(tmp_path: Path) -> None:
+    save_file({"a": torch.full((2, 3), 1.25), "b": torch.arange(4.0)}, path := tmp_path / "model.safetensors")
+    tensors = read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32).tensors
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1  # not copied
+    content = path.read_bytes()
+    header, data = json.loads(content[8 : -10 * 4]), content[-10 * 4 :]
+
+    def write(text: str, more: bytes = b"") -> None:
+        path.write_bytes(len(text.encode()).to_bytes(8, "little") + text.encode() + data + more)
+
+    for spaces in range(9):  # at any place in the file
+        write(json.dumps(header) + " " * spaces)
+        read = read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32).tensors
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    for change in (
+        {"shape": [-1]}, {"shape": [5]}, {"shape": 4}, {"data_offsets": [20, 40]}, {"data_offsets": [24, 36]},
+        {"data_offsets": [24, 44]}, {"data_offsets": [24]}, {"dtype": "F16"}, {"dtype": "F8"},
+    ):  # fmt: skip
+        write(json.dumps(header | {"b": header["b"] | change}))
+        _refused(tmp_path, "is not a whole safetensors file")
+    for text, more in ((json.dumps(header), b"1234"), ("[]", b""), (json.dumps(header)[:-1], b"")):
+        write(text, more)
+        _refused(tmp_path, "is not a whole safetensors file")
+
+
 def test_a_value_that_the_engine_cannot_hold_and_a_tensor_in_two_files_are_refused(tmp_path: Path) -> None:
     _shards(tmp_path)
     save_file({"b": torch.tensor([3.4e38, 0, 0, 0])}, tmp_path / "model-10.safetensors")

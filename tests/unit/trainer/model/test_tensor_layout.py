@@ -29,7 +29,7 @@ from holdfast.trainer.checkpoint.commit import Identity
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.export import Export, export
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model import tensor_names
+from holdfast.trainer.model import safetensors_files
 from holdfast.trainer.model.build import load_model_config, trained_tensors
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.publish import WeightPublisher
@@ -114,7 +114,7 @@ def original_of(family: str, tiny_model: ModelFactory, tmp_path: Path) -> Path:
 def test_published_names_and_shapes_are_the_originals_and_load_bit_for_bit(
     family: str, publish: Publish, tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_names, "MAX_FILE_BYTES", 20_000)  # groups are cut by the borders of files
+    monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 20_000)  # groups are cut by the borders of files
     model = original_of(family, tiny_model, tmp_path)
     directory, policy = publish(model)
     original, published = tensors_of(model), tensors_of(directory)

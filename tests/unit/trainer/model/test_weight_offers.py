@@ -21,11 +21,13 @@ from holdfast.inference.transfer import Incoming, TransferError
 from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
 from holdfast.protocol import transfer
 from holdfast.protocol.transfer import Offer, PlannedFile, Transfer
+from holdfast.run.manifest import describe_files
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model import tensor_names, weight_offers
+from holdfast.trainer.model import safetensors_files, weight_offers
 from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.safetensors_files import SafetensorsFile
 from holdfast.trainer.model.weight_offers import WeightOffers
 from tests.runs.processes import HANG_S
 
@@ -60,21 +62,19 @@ def receive(incoming: Incoming, architecture: Architecture = ARCHITECTURE) -> di
     return dict(incoming.receive(architecture, torch.float32))
 
 
-def test_the_header_is_the_one_that_safetensors_writes() -> None:
-    dtypes = [*weight_offers._NAMES, torch.uint16, torch.uint32, torch.uint64]
-    kinds = {**weight_offers._NAMES, torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"}
-    named = {f"{before}.{kinds[dtype]}": dtype for dtype in dtypes for before in ("a", 'é"\\\n\u2028/')}
-    content = safetensors.torch.save(
-        {name: torch.zeros(index, dtype=dtype) for index, (name, dtype) in enumerate(named.items())}, {"format": "pt"}
-    )
-    entries, at, sizes = [], 0, {name: index for index, name in enumerate(named)}
-    for name in transfer.in_file_order((name, kinds[dtype]) for name, dtype in named.items()):
-        end = at + sizes[name] * named[name].itemsize
-        entries.append(transfer.TensorEntry(name, kinds[named[name]], (sizes[name],), at, end))
-        at = end
-    header = transfer.encode_header(entries)
-    assert content.startswith(transfer.header_bytes(header))
-    assert transfer.entries_of(PlannedFile("model.safetensors", header)) == entries
+def test_the_file_is_the_one_that_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {
+        f"{name}.{dtype}.{len(shape)}": torch.ones(shape).to(dtype)
+        for dtype in safetensors_files._DTYPES
+        for name in ("a", 'é"\\\n\u2028/')
+        for shape in ((), (0,), (3, 5))
+    }
+    file = SafetensorsFile.of(tensors)
+    entry = file.write(path := tmp_path / "model.safetensors")
+    assert path.read_bytes() == safetensors.torch.save(tensors, {"format": "pt"})
+    assert entry == file.describe() == describe_files(tmp_path)[path.name]
+    header = transfer.encode_header(file.entries)
+    assert transfer.entries_of(PlannedFile(path.name, header)) == file.entries
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -92,7 +92,7 @@ def test_what_is_sent_is_what_is_written(
     model = tiny_model()
     policy = build_policy(TrainedModelConfig(name=str(model)), mesh, seed=0)
     if num_files > 1:
-        monkeypatch.setattr(tensor_names, "MAX_FILE_BYTES", 30_000 if dtype == "float32" else 15_000)
+        monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 30_000 if dtype == "float32" else 15_000)
     monkeypatch.setattr(weight_offers, "_GROUP_BYTES", 5_000)
     publisher = WeightPublisher(RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype)
     directory = publisher.publish(3, offers=offers)
@@ -141,13 +141,13 @@ def test_a_sender_that_fails_or_stands_still_is_noticed(
     offers: WeightOffers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_offers, "_GROUP_BYTES", 48)
-    groups, is_over = weight_offers._File.groups, threading.Event()
+    groups, is_over = weight_offers._groups_of, threading.Event()
 
-    def fail(file: weight_offers._File) -> Iterator[Tensor]:
+    def fail(file: SafetensorsFile) -> Iterator[Tensor]:
         yield next(groups(file))
         raise RuntimeError("the device is gone")
 
-    def stand_still(file: weight_offers._File) -> Iterator[Tensor]:
+    def stand_still(file: SafetensorsFile) -> Iterator[Tensor]:
         yield next(groups(file))
         is_over.wait()
         raise RuntimeError("nobody waits any more")
@@ -156,7 +156,7 @@ def test_a_sender_that_fails_or_stands_still_is_noticed(
         (1, fail, HANG_S, "Connection (closed|reset) by peer"),
         (2, stand_still, 0.5, r"no bytes came for 0\.5 s"),
     ):
-        monkeypatch.setattr(weight_offers._File, "groups", sabotage)
+        monkeypatch.setattr(weight_offers, "_groups_of", sabotage)
         offers.offer(version, tensors())
         incoming = join(msgspec.structs.replace(offered(tmp_path), stall_timeout_s=timeout_s))
         arriving = incoming.receive(ARCHITECTURE, torch.float32)
