@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.commands.rollouts import trace
+from holdfast.commands.rollouts_trace import trace
 from holdfast.errors import InferenceError
 from holdfast.run.journal import read_batch
 from holdfast.run.metrics import read_metrics

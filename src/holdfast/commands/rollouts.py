@@ -8,32 +8,32 @@ and the policy version of its batch.
 from __future__ import annotations
 
 import argparse
-import http.client
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from holdfast.arguments import Subcommands
-from holdfast.errors import CheckpointError, ConfigError, InferenceError, RunDirError
-from holdfast.launcher.liveness import opener
-from holdfast.protocol.inference import (
-    GENERATE_ROUTE,
-    WEIGHTS_ROUTE,
-    GenerateRequest,
-    GenerateResponse,
-    ServedWeights,
-)
-from holdfast.protocol.rollouts import Batch, Rollout, Sampling, VersionSpan, decode_packed, list_packed
+from holdfast.commands.rollouts_trace import trace
+from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.protocol.rollouts import Batch, Rollout, Sampling, list_packed
 from holdfast.run import atomic
 from holdfast.run.atomic import is_gone
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.run.run_dir import RunDir
-from holdfast.view.rollout_text import TextOf, find_batches, problems_of, read_batch_at, step_of, text_of
+from holdfast.view.rollout_text import (
+    TextOf,
+    find_batch,
+    find_batches,
+    problems_of,
+    read_batch_at,
+    sampler_of,
+    shown_text,
+    step_of,
+    text_of,
+)
 from holdfast.view.tables import Grid, Report, number, working
 
 
@@ -43,11 +43,6 @@ def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
         row = msgspec.to_builtins(rollout, enc_hook=list_packed)
         yield head | row.pop("sampling") | row
 
-
-_Answer = TypeVar("_Answer")
-
-# A busy server takes long for a long answer.
-_ANSWER_TIMEOUT_S = 600.0
 
 _EPILOG = (
     "STEP is a number, a span such as 3-7, `latest`, `all`, or the path of a batch such as "
@@ -96,7 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
     """Show the problems of one batch, or every turn of one of its problems. Raise CheckpointError if the batch is not
     there, or damaged; ConfigError if the problem does not exist, or STEP means several batches."""
-    directory = _one_batch(run_dir, "show", step)
+    directory = find_batch(run_dir, "show", step)
     batch = read_batch_at(directory)
     groups = problems_of(batch)
     if problem is None:
@@ -104,15 +99,6 @@ def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
     if not 0 <= problem < len(groups):
         raise ConfigError(f"--problem {problem}: batch {batch.step} has the problems 0 to {len(groups) - 1}.")
     return _show_problem(batch, problem, groups[problem], text_of(run_dir))
-
-
-def _one_batch(run_dir: RunDir, command: str, step: str) -> Path:
-    directories = find_batches(run_dir, [step])
-    if len(directories) != 1:
-        raise ConfigError(
-            f"{command} takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several."
-        )
-    return directories[0]
 
 
 def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> Report:
@@ -136,7 +122,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         (str(index), group[0].environment, str(group[0].task_id), *_cells(line))
         for index, (group, line) in enumerate(zip(groups, lines, strict=True))
     ]
-    title = f"batch {batch.step}, sampled by {_sampler(batch)}{_at(batch)}"
+    title = f"batch {batch.step}, sampled by {sampler_of(batch)}{_at(batch)}"
     parts: list[Grid | str] = [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)]
     if batch.dropped:
         dropped = [
@@ -158,13 +144,6 @@ def _at(batch: Batch) -> str:
     if len(set(samplings.values())) == 1:
         return f" at {batch.rollouts[0].sampling}"
     return "".join(f"\n  {name} at {sampling}" for name, sampling in samplings.items())
-
-
-def _sampler(batch: Batch) -> str:
-    if not batch.weights_digest:
-        return f"the teacher with digest {batch.teacher_digest}"
-    older = "".join(f", version {version} with digest {digest}" for version, digest in batch.older_digests.items())
-    return f"version {batch.policy_version} with digest {batch.weights_digest}{older}"
 
 
 def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) -> Report:
@@ -201,105 +180,8 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
         for turn in line["turns"]:
             what = "sampled" if turn["sampled"] else "given  " if turn["branch"] == branch else "anew   "
             branch = turn["branch"]
-            parts.append(f"  {what} | {_shown(turn['text'], turn['token_ids'])}")
+            parts.append(f"  {what} | {shown_text(turn['text'], turn['token_ids'])}")
     return Report(document | {"no_text": text.reason or None, "rollouts": shown}, parts)
-
-
-def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) -> Report:
-    """Show for each part of one rollout the weights and the request that sampled it.
-
-    A server with these weights answers the `request` of a part with the same tokens: `server` is asked, and other
-    tokens are a problem. Raise as `show`; InferenceError if the server does not answer, or has none of the weights.
-    """
-    batch = read_batch_at(_one_batch(run_dir, "trace", step))
-    if not 0 <= index < len(batch.rollouts):
-        raise ConfigError(f"INDEX {index}: batch {batch.step} has the rollouts 0 to {len(batch.rollouts) - 1}.")
-    rollout, text = batch.rollouts[index], text_of(run_dir)
-    digests = {batch.policy_version: batch.weights_digest, **batch.older_digests}
-    parts = [
-        {
-            "start": span.start,
-            "end": span.end,
-            "version": span.version,
-            "weights_digest": digests[span.version],
-            "request": msgspec.to_builtins(_request(rollout, span, digests[span.version])),
-            "text": text.decode(ids := rollout.token_ids[span.start : span.end].tolist()),
-            "token_ids": ids,
-        }
-        for span in rollout.versions
-    ]
-    document = {
-        "step": batch.step,
-        "index": index,
-        "environment": rollout.environment,
-        "task_id": rollout.task_id,
-        "sample_index": rollout.sample_index,
-        "reward": rollout.reward,
-        "parts": parts,
-    }
-    title = (
-        f"batch {batch.step}, rollout {index}: sample {rollout.sample_index} of task {rollout.task_id} of "
-        f"{rollout.environment}, reward {number(rollout.reward)}"
-    )
-    if not parts:
-        if server is not None:
-            raise ConfigError(f"--server: {_sampler(batch)} sampled this rollout, not the policy. Leave --server out.")
-        return Report(document, [title, f"sampled by {_sampler(batch)}"])
-    rows = [
-        (
-            f"{part['start']}-{part['end'] - 1}",
-            str(part["version"]),
-            part["weights_digest"],
-            str(part["request"]["seeds"][0]),
-            _shown(part["text"], part["token_ids"]),
-        )
-        for part in parts
-    ]
-    shown = [title, Grid((">tokens", ">version", "digest of the weights", ">seed", "text"), rows)]
-    if server is None:
-        return Report(document, shown)
-    server = server.rstrip("/")
-    served = _asked(server, WEIGHTS_ROUTE, None, ServedWeights).digest
-    known = [part for part in parts if part["weights_digest"] == served]
-    if not known:
-        weights = run_dir.weights_of(parts[-1]["version"])
-        way = f"`inference --model.name {weights}` serves" if weights.exists() else f"{weights} is removed, and had"
-        raise InferenceError(f"{server} serves weights that sampled no token of this rollout. {way} weights that did.")
-    problems = []
-    for part in known:
-        choices = _asked(server, GENERATE_ROUTE, msgspec.json.encode(part["request"]), GenerateResponse).choices
-        found, sampled = [choice.token_ids.tolist() for choice in choices], part["token_ids"]
-        if found != [sampled]:
-            problems.append(f"tokens {part['start']}-{part['end'] - 1} are {sampled}, and {server} samples {found}")
-    of_others = f"; {len(parts) - len(known)} are of other weights" if len(known) < len(parts) else ""
-    again = f"{server} samples the same tokens in {len(known) - len(problems)} of {len(known)} parts{of_others}"
-    return Report(document | {"server": server, "problems": problems}, [*shown, again], problems)
-
-
-def _asked(server: str, route: str, body: bytes | None, kind: type[_Answer]) -> _Answer:
-    try:
-        request = urllib.request.Request(server + route, body, {"Content-Type": "application/json"})
-        with opener.open(request, timeout=_ANSWER_TIMEOUT_S) as answer:
-            return msgspec.json.decode(answer.read(), type=kind, dec_hook=decode_packed)
-    except urllib.error.HTTPError as error:
-        raise InferenceError(f"{server} refuses a request: {error.read().decode(errors='replace'):.500}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise InferenceError(f"--server {server} does not answer as an inference server: {error}") from None
-
-
-def _request(rollout: Rollout, span: VersionSpan, digest: str) -> GenerateRequest:
-    begin = max(start for start in rollout.branch_starts if start <= span.start)
-    return GenerateRequest(
-        token_ids=rollout.token_ids[begin : span.start].tolist(),
-        seeds=[span.seed],
-        max_tokens=span.end - span.start,
-        weights_digest=digest,
-        **msgspec.structs.asdict(rollout.sampling),
-    )
-
-
-def _shown(text: str | None, token_ids: Sequence[int]) -> str:
-    return " ".join(map(str, token_ids)) if text is None else text.replace("\n", "\n          | ")
 
 
 _COLUMNS = (">rollouts", ">reward mean", ">std", ">tokens mean", ">sampled", ">truncated", "versions")

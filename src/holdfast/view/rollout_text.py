@@ -38,6 +38,16 @@ def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(directory for text in texts for directory in _batches_of(run_dir, text)))
 
 
+def find_batch(run_dir: RunDir, command: str, step: str) -> Path:
+    """Return the directory of the one batch that STEP names for a subcommand. Raise as `find_batches`."""
+    directories = find_batches(run_dir, [step])
+    if len(directories) != 1:
+        raise ConfigError(
+            f"{command} takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several."
+        )
+    return directories[0]
+
+
 def _batches_of(run_dir: RunDir, text: str) -> Iterator[Path]:
     there = run_dir.published_batches()
     if text == "all":
@@ -122,3 +132,16 @@ def _directories(run_dir: RunDir) -> list[Path]:
             found += [Path(model[key]) for key in ("tokenizer", "name") if model.get(key)]
     found += [run_dir.checkpoint(step) / "model" for step in reversed(run_dir.committed_steps())]
     return list(dict.fromkeys(found))
+
+
+def sampler_of(batch: Batch) -> str:
+    """Return who sampled a batch, such as `version 3 with digest 4f5a...`."""
+    if not batch.weights_digest:
+        return f"the teacher with digest {batch.teacher_digest}"
+    older = "".join(f", version {version} with digest {digest}" for version, digest in batch.older_digests.items())
+    return f"version {batch.policy_version} with digest {batch.weights_digest}{older}"
+
+
+def shown_text(text: str | None, token_ids: Sequence[int]) -> str:
+    """Return a text indented for a table, or the tokens if there is no text."""
+    return " ".join(map(str, token_ids)) if text is None else text.replace("\n", "\n          | ")

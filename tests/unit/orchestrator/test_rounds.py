@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast import Message, TaskSeed
-from holdfast.commands.rollouts import trace
+from holdfast.commands.rollouts_trace import trace
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, InferenceError
 from holdfast.orchestrator.env.interface import Score, Session, Task
@@ -115,8 +115,14 @@ def test_a_trace_asks_a_server_again_and_names_what_it_samples_instead(
     with serving(engine):
         again = partial(trace, RunDir(tmp_path), index=1, server=engine.url + "/")
         assert again(step="2").exit_code == 0
-        with pytest.raises(InferenceError, match="no token of this rollout. .*step_0"):
+        weights = RunDir(tmp_path).weights_of(0)
+        with pytest.raises(InferenceError, match="no token of this rollout. .*--model.name .*step_0` serves"):
             again(step="1")
+        weights.rename(tmp_path / "removed")
+        with pytest.raises(InferenceError, match="no token of this rollout. .*removed"):
+            again(step="1")
+        parts = trace(RunDir(tmp_path), step="1", index=1).document["parts"]
+        assert [part["weights"] for part in parts] == [None]
         engine.alter = lambda body: body["choices"][0].update(token_ids=[9])
         changed = again(step="2")
     assert changed.exit_code == 1 and "samples [[9]]" in changed.problems[0]
