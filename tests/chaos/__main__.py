@@ -11,6 +11,7 @@ with 1 when an invariant is broken.
 import argparse
 import contextlib
 import functools
+import json
 import shutil
 import statistics
 import sys
@@ -40,6 +41,10 @@ OTHER_HITS = {
 }
 # Rounds of fewer tokens than answers have.
 IN_ROUNDS = ("--orchestrator.schedule", "rounds", "--async-level", "2", "--orchestrator.round-tokens", "5")
+_TOOL_ENVIRONMENT = {
+    "id": "tests.chaos.slow_tool:SlowTool",
+    "curriculum": {"levels": [{"max_length": 5}, {"max_length": 7}], "window": 6, "advance_reward": 0.01},
+}
 _SHORT_TURNS = ("--orchestrator.sampling.max-tokens", "8")
 
 
@@ -66,7 +71,7 @@ def main() -> int:
         flags = (*flags, "--weights.transport", "collective", "--weights.stall-timeout-s", "5")
     if arguments.slow_tool:
         turns = turns and 2
-        flags = (*flags, "--orchestrator.environments", '[{"id": "tests.chaos.slow_tool:SlowTool"}]', *_SHORT_TURNS)
+        flags = (*flags, "--orchestrator.environments", json.dumps([_TOOL_ENVIRONMENT]), *_SHORT_TURNS)
     with contextlib.ExitStack() as stack:
         disk = judge = None
         if arguments.everything:
@@ -110,7 +115,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=60, help="SIGKILLs; the length of the run follows from all hits")
     for flag, (default, words) in OTHER_HITS.items():
         parser.add_argument(flag, type=int, default=default, help=words)
-    parser.add_argument("--slow-tool", action="store_true", help="sessions of two turns with a slow tool between them")
+    parser.add_argument(
+        "--slow-tool",
+        action="store_true",
+        help="sessions of two turns with a slow tool between them, with a curriculum",
+    )
     parser.add_argument("--schedule", choices=["strict", "rounds"], default="strict", help="of the batches")
     parser.add_argument("--everything", action="store_true", help="with all that plays, scores and tells")
     parser.add_argument("--collective", action="store_true", help="the trainer sends weights from its memory")
