@@ -65,7 +65,9 @@ CASES = {
     ),
     "rl": Case("rl", _BATCHES, RL),
     "rl, everything": Case(
-        "rl", {"critic", "ema", "reference", "kl", "reward_moments", *_BATCHES}, RL | EVERYTHING
+        "rl",
+        {"critic", "ema", "reference", "kl", "reward_moments", *_BATCHES},
+        RL | EVERYTHING | {"critic": {"optim": {"lr": 1e-3, "moments_dtype": "bfloat16"}, "warmup_steps": 1}},
     ),
     "rl, steered beside frozen models": Case(
         "rl",
