@@ -45,13 +45,15 @@ OVERLAYS = {
     **{name: RECIPES / "controls" / f"{name}.toml" for name in CONTROLS},
     **{name: RECIPES / "staleness" / f"{name}.toml" for name in STALE},
     **{name: RECIPES / "schedule" / f"{name}.toml" for name in ROUNDS},
+    "bf16_moments": RECIPES / "precision" / "bf16_moments.toml",
 }
 """What is laid over the recipe of a task, by the variant's name; None: nothing, it is GRPO."""
 TRL = "trl"
 """TRL's GRPOTrainer, on tasks of one turn."""
 DPO = "dpo"
 """`dpo` on the start's own answers; of a pretrained model on pairs of examples/smollm2."""
-SUPERVISED = {"sft": "sft", "lora": "sft", DPO: "dpo"}
+_COMPACT = "sft_bf16_moments"
+SUPERVISED = {"sft": "sft", "lora": "sft", _COMPACT: "sft", DPO: "dpo"}
 """The command of each variant that trains on data; of a pretrained model with the settings of examples/smollm2."""
 SHOWN = ("grpo", TRL, *ROUNDS, "sft", "lora")
 """The variants of all tasks in the table of docs/evidence.md; of `to_json` it has all."""
@@ -87,8 +89,12 @@ class Settings:
     def steps_of(self, task: str, variant: str) -> int:
         """Return how many optimizer steps a run has."""
         if variant in SUPERVISED and TASKS[task].is_pretrained:
-            return self.steps or tomllib.loads((_EXAMPLE / f"{variant}.toml").read_text())["max_steps"]
+            return self.steps or tomllib.loads(_example_of(variant).read_text())["max_steps"]
         return self.steps or recipe("algorithms/dpo" if variant == DPO else task)["max_steps"]
+
+
+def _example_of(variant: str) -> Path:
+    return _EXAMPLE / f"{'sft' if variant == _COMPACT else variant}.toml"
 
 
 def measure(task: str, variant: str, seed: int, start: Path, settings: Settings) -> Run:
@@ -214,7 +220,8 @@ def _train_on_data(
         sections = json.dumps([held_out_environment_of(task)])
         told = recipe(task)
         run(
-            command, "@", _EXAMPLE / f"{variant}.toml", "--model.name", start, "--data.name", data, "--seed", seed,
+            command, "@", _example_of(variant), *(["--optim.moments-dtype", "bfloat16"] if variant == _COMPACT else []),
+            "--model.name", start, "--data.name", data, "--seed", seed,
             "--max-steps", steps, "--eval.environments", sections, "--eval.interval", told["eval"]["interval"],
             "--ckpt.interval", told["eval"]["interval"],
             "--eval.num-tasks", told["eval"]["num_tasks"], "--eval.seq-len", told["orchestrator"]["seq_len"],

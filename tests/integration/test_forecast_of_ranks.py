@@ -39,6 +39,11 @@ def test_ranks_need_and_send_what_was_forecast(program: str, found: Found) -> No
         assert rank[program]["sent"] == {kind: calls for kind, (calls, _) in kinds.items()}
 
 
+def test_moments_in_bfloat16_need_half_of_the_bytes(found: Found) -> None:
+    wide, narrow = (found[1][program].peak[1].parts["moments"] for program in ("sft", "compact"))
+    assert 2 * narrow == pytest.approx(wide, rel=1e-3)  # with the count of steps of each parameter
+
+
 def test_all_layers_follow_from_some(found: Found) -> None:
     assert found[1]["extended"] == found[1]["whole"]
 

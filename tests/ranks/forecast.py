@@ -37,6 +37,7 @@ def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfi
             "model": {"name": str(directory), "logits_chunk_tokens": 256} | given.get("model", {}),
             "parallel": {"num_ranks": ranks} | given.get("parallel", {}),
             "data": data | given.get("data", {}),
+            "optim": given.get("optim", {}),
         }
     )
 
@@ -47,6 +48,7 @@ def programs(model: Path) -> dict[str, TrainingCommand]:
     return {
         "sft": plain,
         "sft in bfloat16": sft(model, model={"dtype": "bfloat16"}),
+        "compact": sft(model, optim={"moments_dtype": "bfloat16"}),
         "dpo": DpoConfig(**both, data=plain.data.model_dump() | {"seq_len": 128}),  # type: ignore[arg-type]
         "rl": TrainerConfig(**both, row_tokens=512),  # type: ignore[arg-type]
         "lora": sft(model, model={"lora": {"rank": 4}}),

@@ -31,16 +31,16 @@ STEPS = 2
 LORA = {"lora": {"rank": 2, "target_modules": ["q_proj", "down_proj"]}}
 # How the ranks are divided, and what is trained then; `measured` is the one whose ranks `measure` as well.
 DIVISIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "copies of shards": ({"replicas": 2}, ("adamw", "muon", "lora")),
+    "copies of shards": ({"replicas": 2}, ("adamw", "muon", "lora", "compact")),
     "slices": ({"sequence_parallel": 4}, ("adamw",)),
     "copies of slices": ({"sequence_parallel": 2, "replicas": 2}, ("adamw", "lora")),
-    "offloaded copies of shards": ({"replicas": 2, "cpu_offload": True}, ("adamw", "muon", "lora")),
+    "offloaded copies of shards": ({"replicas": 2, "cpu_offload": True}, ("adamw", "muon", "lora", "compact")),
     "offloaded copies of slices": ({"sequence_parallel": 2, "replicas": 2, "cpu_offload": True}, ("adamw", "lora")),
 }
 # Of a mixture of experts.
 EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "shards of experts": ({}, ()),
-    "halves of experts": ({"expert_parallel": 2}, ("adamw", "clipped", "adapters")),
+    "halves of experts": ({"expert_parallel": 2}, ("adamw", "clipped", "adapters", "compact")),
     "quarters of experts": ({"expert_parallel": 4}, ("clipped",)),
     "copies of halves": ({"expert_parallel": 2, "replicas": 2}, ("clipped",)),
     "slices and quarters": ({"expert_parallel": 4, "sequence_parallel": 2}, ("clipped",)),
@@ -50,6 +50,7 @@ MEASURED = "copies of slices"
 RUNS: dict[str, tuple[dict[str, Any], OptimConfig]] = {
     "adamw": ({}, OptimConfig(lr=1e-2, eps=1e-2, max_grad_norm=float("inf"))),
     "muon": ({}, OptimConfig(type="muon", lr=1e-2, max_grad_norm=0.5)),
+    "compact": ({}, OptimConfig(lr=1e-2, eps=1e-2, moments_dtype="bfloat16")),
     "lora": (LORA, OptimConfig(lr=1e-2, max_grad_norm=0.5)),
     "clipped": ({}, OptimConfig(lr=1e-2, eps=1e-2, max_grad_norm=0.5)),
     "adapters": ({"lora": {"rank": 2}}, OptimConfig(lr=1e-2, max_grad_norm=0.5)),
@@ -132,7 +133,8 @@ def _work(given: Mesh, model_dir: Path, directory: Path) -> dict[tuple[str, str]
             saved = directory / division
             save_state(saved, objects)
         if division == RESUMED:
-            found[division, "resumed"] = train(model_dir, mesh, "adamw", between=directory / "between")
+            for run in ("adamw", "compact"):
+                found[division, f"{run} resumed"] = train(model_dir, mesh, run, between=directory / f"{run} between")
         if division == MEASURED:
             found[division, "measured"] = measure(model_dir, mesh)
     return found

@@ -223,6 +223,12 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     return host, port or _RDZV_PORT
 
 
+MAX_BFLOAT16_DECAY = 1 - 2**-8
+"""With slower decay a moment in bfloat16 stops before it is 0. Without gradients a step takes the share 1 - decay off
+the moment m 2^e, with 1 <= m < 2. Rounding to the nearest moves an m above 1 only if (1 - decay) m exceeds half a unit,
+2^-8. With a decay of 1 - 2^-9 or more, no m moves."""
+
+
 class OptimConfig(Section):
     """Optimizer, gradient clipping and the learning-rate schedule."""
 
@@ -241,6 +247,10 @@ class OptimConfig(Section):
 
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay rate of Muon's momentum."""
+
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of AdamW's two moments and Muon's momentum in memory and in checkpoints. `bfloat16` halves their bytes, as
+    in DeepSeek-V3. Steps are computed in float32. It needs decay rates of at most 0.996 (docs/memory.md)."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
@@ -272,7 +282,20 @@ class OptimConfig(Section):
     def _has_an_effect(self) -> Self:
         if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError(f"momentum = {self.momentum:g} is for type = 'muon': leave it out, or set betas")
+        if self.moments_dtype == "bfloat16" and not self.fits_bfloat16:
+            given = f"betas = {list(self.betas)}" + f" and momentum = {self.momentum:g}" * (self.type == "muon")
+            raise ValueError(
+                f"moments_dtype = 'bfloat16' needs decay rates of at most {MAX_BFLOAT16_DECAY:.3f}, got {given}: a "
+                "step changes a slower moment by less than bfloat16 can hold, and the moment stands still. Lower the "
+                "rate, or leave moments_dtype out"
+            )
         return self
+
+    @property
+    def fits_bfloat16(self) -> bool:
+        """Whether every moment decays fast enough to be held in bfloat16."""
+        rates = (*self.betas, self.momentum) if self.type == "muon" else self.betas
+        return max(rates) <= MAX_BFLOAT16_DECAY
 
     def check_warmup(self, max_steps: int, section: str) -> None:
         """Check that warm-up ends before the schedule does.

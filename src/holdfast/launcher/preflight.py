@@ -354,9 +354,10 @@ def _checkpoints(config: TrainingCommand, *, is_rl: bool) -> str:
 
 def _memory(config: TrainingCommand, parameters: int) -> str:
     """Return the estimate of docs/memory.md: float32 weights, and gradients and two moments of the trained
-    parameters."""
+    parameters, in float32 or bfloat16."""
     shards = config.parallel.world_size // config.parallel.replicas
-    each = (4 if config.model.lora is not None else 16) * parameters / max(1, shards)
+    width = 12 if config.optim.moments_dtype == "bfloat16" else 16
+    each = (4 if config.model.lora is not None else width) * parameters / max(1, shards)
     what = "weights, gradients and optimizer, plus"
     if config.model.lora is not None:
         what = "frozen weights, plus the adapter with its gradients and optimizer,"

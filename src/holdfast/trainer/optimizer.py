@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from holdfast.config.training import OptimConfig
@@ -49,6 +50,37 @@ def orthogonalize(matrix_OI: Tensor) -> Tensor:
     return x.T if is_tall else x
 
 
+class CompactAdamW(torch.optim.AdamW):
+    """AdamW that holds its two moments in bfloat16 (DeepSeek-AI 2024, DeepSeek-V3, section 3.3.2).
+
+    A step widens the moments of one parameter at a time to float32, in which torch computes the step and changes the
+    parameter. Then the moments are rounded to the nearest.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - none are used
+        """Take one step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state |= initial_moments(self, parameter)
+        tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+        own, slope, first, second = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
+        wide_first, wide_second = first.float(), second.float()
+        beta1, beta2 = group["betas"]
+        adamw(
+            [own], [slope], [wide_first], [wide_second], [], [state["step"]], fused=True, amsgrad=False, beta1=beta1,
+            beta2=beta2, maximize=False, **{key: group[key] for key in ("lr", "weight_decay", "eps")},
+        )  # fmt: skip
+        first.copy_(wide_first)
+        second.copy_(wide_second)
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for `matrices`, and `adamw` for its own parameters.
 
@@ -66,10 +98,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(
         self, matrices: Sequence[Tensor], adamw: torch.optim.AdamW, *, lr: float, momentum: float, weight_decay: float
     ) -> None:
-        self._adamw = adamw
+        self.adamw = adamw
         own: dict[str, Any] = {"params": list(matrices), "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__([own, *adamw.param_groups], {})
-        self._adamw.state = self.state
+        self.adamw.state = self.state
         self._matrices = {id(matrix) for matrix in matrices}
 
     def has(self, parameter: Tensor) -> bool:
@@ -79,7 +111,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - none are used
         """Take one step of both."""
-        self._adamw.step()
+        self.adamw.step()
         group = self.param_groups[0]
         for matrix in group["params"]:
             if matrix.grad is not None:
@@ -89,9 +121,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         gradient_OI, state = matrix_OI.grad, self.state[matrix_OI]
         assert gradient_OI is not None
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix_OI)
-        momentum_OI = state["momentum_buffer"]
+            state |= initial_moments(self, matrix_OI)
+        held_OI = state["momentum_buffer"]
+        momentum_OI = held_OI.to(matrix_OI.dtype)  # the same tensor, or a wider one
         momentum_OI.lerp_(gradient_OI, 1 - group["momentum"])
+        if momentum_OI is not held_OI:
+            held_OI.copy_(momentum_OI)
         update_OI = _orthogonalized(gradient_OI.lerp(momentum_OI, group["momentum"]))
         matrix_OI.mul_(1 - group["lr"] * group["weight_decay"])
         matrix_OI.add_(update_OI, alpha=-group["lr"] * _RMS * math.sqrt(max(matrix_OI.shape)))
@@ -135,11 +170,14 @@ def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
 
 def initial_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's first state of a parameter."""
+    is_muon = isinstance(optimizer, MuonWithAdamW)
+    is_compact = isinstance(optimizer.adamw if is_muon else optimizer, CompactAdamW)
 
     def zeros() -> Tensor:
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        dtype = torch.bfloat16 if is_compact else parameter.dtype
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
-    if isinstance(optimizer, MuonWithAdamW) and optimizer.has(parameter):
+    if is_muon and optimizer.has(parameter):
         return {"momentum_buffer": zeros()}
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
@@ -149,7 +187,8 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.opt
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    kind = CompactAdamW if config.moments_dtype == "bfloat16" else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
 

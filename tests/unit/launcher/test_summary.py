@@ -154,6 +154,8 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert "steps: 3 with a batch of 4 (micro-batches of 4)" in small
     adapters = summary(sft(tmp_path, max_steps=3, model={"name": MODEL, "lora": {}}), None)
     assert "LoRA of rank 16" in adapters and "about 2.43 MB per rank for frozen weights," in adapters
+    compact = summary(sft(tmp_path, max_steps=3, optim={"moments_dtype": "bfloat16"}), None)
+    assert "about 7.29 MB per rank for weights," in compact
     rl = rl_config({}, {"environments": ENVIRONMENTS})
     rl.trainer.model.name = MODEL
     said = summary(rl.trainer, None, rl.orchestrator)

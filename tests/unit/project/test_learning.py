@@ -76,7 +76,7 @@ def test_variants_fit_over_the_recipe_and_change_it(variant: str) -> None:
     changed = parse_command_line(RlConfig, [*recipe, "@", str(ROOT / str(OVERLAYS[variant]))])
     assert (changed.trainer, changed.orchestrator) != (plain.trainer, plain.orchestrator)
     assert variant in ROUNDS or changed.orchestrator == plain.orchestrator
-    assert changed.trainer.optim == plain.trainer.optim
+    assert variant == "bf16_moments" or changed.trainer.optim == plain.trainer.optim
 
 
 @pytest.mark.docs

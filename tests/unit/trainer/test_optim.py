@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,9 +17,10 @@ from transformers.optimization import (
 )
 
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import OptimConfig, SftConfig, learning_rate, schedule_end
+from holdfast.config.training import MAX_BFLOAT16_DECAY, OptimConfig, SftConfig, learning_rate, schedule_end
 from holdfast.errors import TrainingError
 from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.model.tensor_names import DTYPES
 from holdfast.trainer.optimizer import (
     build_optimizer,
     check_finite,
@@ -89,6 +91,9 @@ def test_warm_up_must_fit_before_the_end_of_the_schedule_and_muon_what_is_traine
         TrainerConfig.model_validate({"max_steps": 5, "advantage": "gae", "critic": critic})
     with pytest.raises(ValueError, match="momentum = 0.9 is for type = 'muon'"):
         OptimConfig(momentum=0.9)
+    for refused in ({"betas": (0.997, 0.95)}, {"betas": (0.9, 0.999)}, {"type": "muon", "momentum": 0.998}):
+        with pytest.raises(ValueError, match="moments_dtype = 'bfloat16' needs decay rates of at most 0.996"):
+            OptimConfig.model_validate(refused | {"moments_dtype": "bfloat16"})
     for config in (SftConfig, TrainerConfig):
         with pytest.raises(ValueError, match="optim.type = 'muon' is for whole matrices, and model.lora"):
             config.model_validate({"optim": {"type": "muon"}, "model": {"lora": {}}})
@@ -157,10 +162,11 @@ def test_embeddings_heads_norms_and_biases_are_not_for_muon(tiny_model: Callable
     assert gpt2 == {"c_attn.weight", "c_proj.weight", "c_fc.weight"}
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_steps_are_those_of_torch(tiny_model: Callable[..., Path], weight_decay: float) -> None:
+@pytest.mark.parametrize(("weight_decay", "dtype"), [(0.0, "float32"), (0.1, "float32"), (0.1, "bfloat16")])
+def test_steps_are_those_of_torch(tiny_model: Callable[..., Path], weight_decay: float, dtype: str) -> None:
+    """Of torch with moments that are rounded after each step, if ours are held in bfloat16."""
     ours, theirs = (AutoModelForCausalLM.from_pretrained(tiny_model(tied=False)) for _ in range(2))
-    config = MUON.model_copy(update={"weight_decay": weight_decay})
+    config = MUON.model_copy(update={"weight_decay": weight_decay, "moments_dtype": dtype})
     optimizer = build_optimizer(ours, config)
     matrices = hidden_matrices(theirs)
     known = {id(matrix) for matrix in matrices}
@@ -181,14 +187,68 @@ def test_steps_are_those_of_torch(tiny_model: Callable[..., Path], weight_decay:
         update_parameters(optimizer, lr=lr)
         for one in (muon, adamw):
             update_parameters(one, lr=lr)
+            for state in one.state.values():
+                for key in state.keys() - {"step"}:
+                    state[key] = state[key].to(DTYPES[dtype]).float()
     assert all(parameter.grad is None for parameter in ours.parameters())
     for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=0, msg=name)
+        held: dict[str, Tensor] = optimizer.state[own]
+        expected = (muon if id(other) in known else adamw).state[other]
+        assert held.keys() == expected.keys() and {one.dtype for one in held.values()} <= {torch.float32, DTYPES[dtype]}
+        assert all(torch.equal(one.float(), expected[key]) for key, one in held.items()), name
+
+
+COMPACT = OptimConfig(weight_decay=0.1, moments_dtype="bfloat16")
+
+
+def rounded(wide: np.ndarray) -> np.ndarray:
+    """Round to the nearest bfloat16, ties to even, by bits."""
+    bits = wide.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_moments_in_bfloat16_are_those_that_numpy_calculates(steps: int) -> None:
+    drawn = np.random.default_rng(0)
+    weights, first, second = drawn.standard_normal((3, 257)), np.zeros((3, 257)), np.zeros((3, 257))
+    parameter = nn.Parameter(torch.from_numpy(weights.astype(np.float32)))
+    optimizer = build_optimizer(nn.ParameterList([parameter]), COMPACT)
+    for step in range(1, steps + 1):
+        gradient = drawn.standard_normal((3, 257), dtype=np.float32)
+        parameter.grad = torch.from_numpy(gradient)
+        update_parameters(optimizer, lr=0.01)
+        first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * np.square(gradient, dtype=np.float64)
+        root = np.sqrt(second / (1 - 0.95**step)) + 1e-8
+        weights = weights * (1 - 0.01 * 0.1) - 0.01 * first / (1 - 0.9**step) / root
+        first, second = (rounded(one).astype(np.float64) for one in (first, second))
+    torch.testing.assert_close(parameter.double().detach(), torch.from_numpy(weights), rtol=0, atol=3e-7 * steps)
+    for key, expected in (("exp_avg", first), ("exp_avg_sq", second)):
+        held = optimizer.state[parameter][key]
+        apart = held.view(torch.int16).int() - torch.from_numpy(expected).bfloat16().view(torch.int16).int()
+        assert held.dtype == torch.bfloat16 and int(apart.abs().max()) <= 1
+        assert float((apart != 0).double().mean()) < 0.01
+
+
+@pytest.mark.parametrize(("decay", "moved"), [(MAX_BFLOAT16_DECAY, 128), (0.997, 90), (1 - 2**-9, 0), (0.999, 0)])
+def test_moments_of_every_mantissa_fall_up_to_the_decay_that_is_allowed(decay: float, moved: int) -> None:
+    assert OptimConfig(betas=(decay, decay)).fits_bfloat16 == (moved == 128)
+    parameter = nn.Parameter(torch.zeros(128))
+    optimizer = build_optimizer(nn.ParameterList([parameter]), COMPACT.model_copy(update={"betas": (decay, decay)}))
+    state = optimizer.state[parameter]
+    state |= initial_moments(optimizer, parameter)
+    mantissas = 1 + torch.arange(128) / 128
+    for key in ("exp_avg", "exp_avg_sq"):
+        state[key].copy_(mantissas)
+    parameter.grad = torch.zeros(128)
+    update_parameters(optimizer, lr=0.01)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert int((state[key] < mantissas).sum()) == moved
 
 
 def test_what_is_kept_of_a_parameter_is_what_a_first_step_makes(tiny_model: Callable[..., Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
-    for config in (MUON, OptimConfig()):
+    for config in (MUON, OptimConfig(), COMPACT, MUON.model_copy(update={"moments_dtype": "bfloat16"})):
         optimizer = build_optimizer(model, config)
         made = {parameter: initial_moments(optimizer, parameter) for parameter in model.parameters()}
         for parameter in model.parameters():

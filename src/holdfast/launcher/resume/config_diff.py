@@ -174,8 +174,10 @@ def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, s
     if (had is None) != (has is None):
         changed.append(f"kl.refresh_interval: {had or 'unset'} -> {has or 'unset'}")
     for prefix, of in (("", lambda table: table), ("critic.", lambda table: table.get("critic", {}))):
-        had, has = (of(settings).get("optim", {}).get("type") for settings in (before, settings_of(after)))
-        changed += [f"{prefix}optim.type: {had!r} -> {has!r}"] if had and has and had != has else []
+        optims = [of(settings).get("optim", {}) for settings in (before, settings_of(after))]
+        for key, default in (("type", "adamw"), ("moments_dtype", "float32")):
+            had, has = (optim.get(key, default) for optim in optims)
+            changed += [f"{prefix}optim.{key}: {had!r} -> {has!r}"] if all(optims) and had != has else []
     if changed:
         raise CheckpointError(
             f"the checkpoint of step {step} holds other tensors than this configuration has:\n"

@@ -502,6 +502,11 @@ def _changes(config: TrainingCommand, load: Load, prefix: str) -> Iterator[tuple
     yield from (_changed(config, {key: value}, prefix) for key, value in less.items())
     if len(less) > 1:
         yield _changed(config, less, prefix)
+    if config.model.lora is None and config.optim.moments_dtype == "float32" and config.optim.fits_bfloat16:
+        narrow = {"optim.moments_dtype": "bfloat16"}
+        yield _changed(config, narrow, prefix)
+        if less:
+            yield _changed(config, less | narrow, prefix)
     if config.model.lora is None and config.optim.type != "muon":
         yield _changed(config, {"model.lora": LoraConfig()}, prefix)
     for times in (2, 4, 8):
@@ -515,7 +520,7 @@ def _changed(config: TrainingCommand, values: dict[str, Any], prefix: str) -> tu
         section = reduce(getattr, sections, changed)
         setattr(section, name, value)
         flag = f"--{prefix}{key}".replace("_", "-")
-        flags.append(f"{flag} {value}" if isinstance(value, int) and value is not True else flag)
+        flags.append(f"{flag} {value}" if isinstance(value, int | str) and value is not True else flag)
     return " ".join(flags), changed
 
 

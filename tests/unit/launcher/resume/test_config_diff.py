@@ -151,6 +151,7 @@ def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: P
         refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", what="it")
 
 
+_COMPACT = {"moments_dtype": "bfloat16"}
 _CRITIC = {"advantage": "gae", "critic": {}}
 
 
@@ -164,6 +165,8 @@ _CRITIC = {"advantage": "gae", "critic": {}}
         ({"kl": {"refresh_interval": 3}}, {"kl": {}}, "kl.refresh_interval: 3 -> unset"),
         ({}, {"optim": {"type": "muon"}}, "optim.type: 'adamw' -> 'muon'"),
         (_CRITIC | {"critic": {"optim": {"type": "muon"}}}, _CRITIC, "critic.optim.type: 'muon' -> 'adamw'"),
+        ({}, {"optim": _COMPACT}, "  optim.moments_dtype: 'float32' -> 'bfloat16'"),
+        (_CRITIC | {"critic": {"optim": _COMPACT}}, _CRITIC, "critic.optim.moments_dtype: 'bfloat16' -> 'float32'"),
         ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
     ],
 )
@@ -183,6 +186,9 @@ def test_parts_without_tensors_may_come_and_go() -> None:
     )
     refuse_other_tensors(settings_of(plain), parts, step=5)
     refuse_other_tensors(settings_of(parts), plain, step=5)
+    older = settings_of(plain)
+    del older["optim"]["moments_dtype"]
+    refuse_other_tensors(older, plain, step=5)
     critics = (_CRITIC | {"critic": {"lam": lam}, "kl": {"refresh_interval": int(10 * lam)}} for lam in (0.9, 1.0))
     one, other = map(TrainerConfig.model_validate, critics)
     refuse_other_tensors(settings_of(one), other, step=5)

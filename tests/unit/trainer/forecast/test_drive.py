@@ -26,9 +26,14 @@ def test_ways_out_begin_with_the_cheapest() -> None:
     flags = [flag for flag, _ in _changes(sft, Load(), "")]
     assert flags == [
         "--model.activation-checkpointing", "--model.logits-chunk-tokens 256", "--data.micro-batch-size 1",
-        "--model.activation-checkpointing --model.logits-chunk-tokens 256 --data.micro-batch-size 1", "--model.lora",
+        "--model.activation-checkpointing --model.logits-chunk-tokens 256 --data.micro-batch-size 1",
+        "--optim.moments-dtype bfloat16",
+        "--model.activation-checkpointing --model.logits-chunk-tokens 256 --data.micro-batch-size 1 "
+        "--optim.moments-dtype bfloat16", "--model.lora",
         "--parallel.num-ranks 2", "--parallel.num-ranks 4", "--parallel.num-ranks 8",
     ]  # fmt: skip
+    sft.optim.betas = (0.9, 0.999)
+    assert [flag for flag, _ in _changes(sft, Load(), "")] == [flag for flag in flags if "moments" not in flag]
     rl = TrainerConfig.model_validate({
         "model": {"name": "x", "lora": {}, "activation_checkpointing": True, "logits_chunk_tokens": 256},
         "parallel": {"num_ranks": 2}, "row_tokens": 8192,

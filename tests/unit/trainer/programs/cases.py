@@ -44,6 +44,9 @@ CASES = {
         set(),
         {"data": SFT | {"pack": False}, "optim": {"type": "muon", "schedule": "cosine", "schedule_steps": STEPS}},
     ),
+    "sft, muon with moments in bfloat16": Case(
+        "sft", set(), {"data": SFT, "optim": {"type": "muon", "moments_dtype": "bfloat16"}}
+    ),
     "sft, a row for each sample": Case(
         "sft", set(), {"data": SFT}, "bloom", {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.2}
     ),
@@ -57,10 +60,14 @@ CASES = {
     ),
     "dpo, kto": Case("dpo", _REFERENCE, {"data": PREFERENCES, "loss": {"type": "kto"}}),
     "reward-model": Case("reward-model", set(), {"data": PREFERENCES | VALIDATED, "val_interval": HALF}),
-    "reward-model, adapters": Case("reward-model", {"base"}, LORA | {"data": PREFERENCES}),
+    "reward-model, adapters": Case(
+        "reward-model", {"base"}, LORA | {"data": PREFERENCES, "optim": {"moments_dtype": "bfloat16"}}
+    ),
     "rl": Case("rl", _BATCHES, RL),
     "rl, everything": Case(
-        "rl", {"critic", "ema", "reference", "kl", "reward_moments", *_BATCHES}, RL | EVERYTHING
+        "rl",
+        {"critic", "ema", "reference", "kl", "reward_moments", *_BATCHES},
+        RL | EVERYTHING | {"critic": {"optim": {"lr": 1e-3, "moments_dtype": "bfloat16"}, "warmup_steps": 1}},
     ),
     "rl, steered beside frozen models": Case(
         "rl",
