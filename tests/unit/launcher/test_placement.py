@@ -1,6 +1,8 @@
 """Who gets which GPUs, on machines with none, one, two and eight, and what commands there say and refuse."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -250,14 +252,18 @@ def test_trainer_and_engine_get_gpus_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
-    run = started("rl", tmp_path / "run", *RL, "--dry-run", gpus=1, gb=4, fault=GPU_VLLM)
+    shutil.copytree(ROOT / "examples/reverse_text/model", model := tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"hidden_size": 512, "intermediate_size": 8192}
+    (model / "config.json").write_text(json.dumps(config))
+    flags = (*RL, "--dry-run", "--model.name", str(model), "--trainer.model.init", "random")
+    run = started("rl", tmp_path / "run", *flags, gpus=1, gb=4.2, fault=GPU_VLLM)
     assert run.code == 0, run.log
-    engine, trainer = (resolved(tmp_path / "run", name) for name in ("inference", "trainer"))
-    assert engine["engine"]["gpu_memory_utilization"] == 0.4
+    assert resolved(tmp_path / "run", "inference")["engine"]["gpu_memory_utilization"] == 0.29
+    trainer = resolved(tmp_path / "run", "trainer")
     assert trainer["picked"] == ["row_tokens"] and trainer["row_tokens"] == 1024
-    planned = started("rl", tmp_path / "plan", *RL, "--dry-run", "--trainer.parallel.card-gb", "4", gpus=0)
-    told = [line for line in planned.log.splitlines() if not line.startswith("  most")]
-    assert planned.code == 0 and len(told) > 5 and set(told) <= set(run.log.splitlines()), planned.log
+    planned = started("rl", tmp_path / "plan", *flags, "--trainer.parallel.card-gb", "4.2", gpus=0)
+    told = planned.log.splitlines()
+    assert planned.code == 0 and len(told) == 8 and set(told) <= set(run.log.splitlines()), planned.log
     refused = started("rl", tmp_path / "refused", *RL, "--dry-run", "--no-share-gpus", gpus=1, fault=GPU_VLLM)
     assert refused.code == 2 and "and there is 1 GPU: leave share_gpus" in refused.log
     assert not (tmp_path / "refused").exists()

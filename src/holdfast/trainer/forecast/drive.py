@@ -8,6 +8,7 @@ attention that keeps the tensors that FlashAttention keeps.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ from holdfast.config.training import (
 )
 from holdfast.errors import HoldfastError
 from holdfast.process.child import die_with_launcher, run_reporting_errors
+from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.protocol.rollouts import Sampling
 from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Room, Step, depths, extended
 from holdfast.trainer.data.packing import MicroBatch, Sample
@@ -560,4 +562,5 @@ def main(program: str, load: str, room: str, prefix: str, path: str) -> None:
 
 if __name__ == "__main__":
     die_with_launcher()
+    os.environ[VISIBLE_DEVICES_ENV] = ""  # FSDP would ask a GPU that is here
     run_reporting_errors(lambda: main(*sys.argv[1:]))
