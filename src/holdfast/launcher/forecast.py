@@ -14,7 +14,12 @@ from holdfast.config.base import CkptConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.picked import open_settings, set_values, shown
-from holdfast.config.resolved import SHARED_GPU_MEMORY_UTILIZATION, choose_for_engine, choose_for_training
+from holdfast.config.resolved import (
+    GPU_MEMORY_UTILIZATION,
+    SHARED_GPU_MEMORY_UTILIZATION,
+    choose_for_engine,
+    choose_for_training,
+)
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError
@@ -45,10 +50,11 @@ _SHARE = "gpu_memory_utilization"
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """The engines of a run; `shares`: one is on a GPU of the trainer."""
+    """The engines of a run; `shares`: one is on a GPU of the trainer, whose step may be planned."""
 
     config: InferenceConfig
     shares: bool
+    found: Forecast | NoForecast | None = None
 
     def room(self, found: Forecast, card: float) -> tuple[float, float, float]:
         """Return the bytes of weights on each GPU of an engine; what is then left beside its longest session, below 0
@@ -57,7 +63,7 @@ class PlannedEngine:
         Args:
             card: bytes of each GPU.
         """
-        weights, session = self.size.weights(found.step), self.size.session(found.step)
+        weights, session = self.size.needs(found.step)
         return weights, self.share * card - weights - RUNNING_BYTES - session, session
 
     @property
@@ -98,27 +104,26 @@ def forecast_alone(config: TrainingCommand | RlConfig) -> int:
     check_model_path(trainer.model.name, key="model.name")
     card = trainer.parallel.card_gb * 1e9
     if isinstance(config, RlConfig):
-        shares, is_one = _shares_card(config)
-        before = settings_of_run(trainer, clean=config.clean)
+        before, is_one = settings_of_run(trainer, clean=config.clean), _shares_one(config)
         keep_picks(trainer, before)
         found = fit_gpu(config, card, before) if is_one else None
+        shares = bool(config.share_gpus or is_one)
         trainer.model.dtype = _on_gpu(trainer, before).model.dtype
         choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=shares)
-        engine = PlannedEngine(config.inference, shares)
-        tell_forecast(trainer, load_of(config.orchestrator), card, prefix="trainer.", engine=engine, found=found)
+        engine = PlannedEngine(config.inference, shares, found)
+        tell_forecast(trainer, load_of(config.orchestrator), card, prefix="trainer.", engine=engine)
     else:
         tell_forecast(trainer, Load(), card)
     return 0
 
 
-def _shares_card(config: RlConfig) -> tuple[bool, bool]:
-    """Return whether trainer and engines share GPUs, and whether they share a single one."""
-    parallel, inference = config.trainer.parallel, config.inference
-    starts = config.orchestrator.client.urls == inference.urls and not config.orchestrator.is_sampled_by_teacher
-    engines = inference.engines * gpus_per_engine(inference)
-    is_one = parallel.world_size == engines == 1 and starts and inference.engine.device != "cpu"
-    is_one &= config.cluster is None and config.slurm is None and config.share_gpus is not False
-    return bool(config.share_gpus or is_one), is_one
+def _shares_one(config: RlConfig) -> bool:
+    """Whether trainer and engine would share the GPU of a machine with only one."""
+    inference, orchestrator = config.inference, config.orchestrator
+    count = config.trainer.parallel.world_size * inference.engines * gpus_per_engine(inference)
+    is_here = config.cluster is None and config.slurm is None and inference.engine.device != "cpu"
+    starts = orchestrator.client.urls == inference.urls and not orchestrator.is_sampled_by_teacher
+    return config.share_gpus is not False and is_here and starts and count == 1
 
 
 def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> Forecast | NoForecast | None:
@@ -140,14 +145,14 @@ def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> 
     trainer, engine = config.trainer, config.inference.engine
     if engine.gpu_memory_utilization is not None or _SHARE in {name.replace("-", "_") for name in engine.args}:
         return None
-    planned, served = _on_gpu(trainer, before), config.inference.model_copy(deep=True)
-    choose_for_engine(served, "cuda", dtype=planned.model.dtype)
+    planned = _on_gpu(trainer, before)
+    config.inference.model.dtype = config.inference.model.dtype or planned.model.dtype
     ckpt, may_pick = trainer.ckpt or CkptConfig(), open_settings(trainer)
     if ckpt.init_from is not None:  # whole weights or adapters decide it
         may_pick = tuple(key for key in may_pick if key != "model.lora")
     if before and (ckpt.resume_dir is not None or RunDir(trainer.output_dir).has_work()):
         may_pick = ()
-    room = Room(int(card or 0), RESERVED_BYTES, PlannedEngine(served, shares=True).size, may_pick)
+    room = Room(int(card or 0), RESERVED_BYTES, PlannedEngine(config.inference, shares=True).size, may_pick)
     found: Forecast | NoForecast
     if card is None:
         found = NoForecast("the GPU does not say how much memory it has")
@@ -169,7 +174,8 @@ def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> 
     for key, value in found.picked.items():
         less = f"{peak / GIB:.1f} GiB in place of {found.unpicked_bytes / GIB:.1f}"
         print(f"trainer.{shown(key, value)}, picked so that a step fits beside the engine: {less} GiB")
-    engine.gpu_memory_utilization = max(least, room.percent(found)) / 100
+    rest = 100 * (room.card - room.taken - peak) // room.card
+    engine.gpu_memory_utilization = max(least / 100, min(GPU_MEMORY_UTILIZATION, rest / 100))
     print(
         f"inference.engine.{_SHARE} = {engine.gpu_memory_utilization:g}, which a step leaves: it takes "
         f"{peak / GIB:.1f} GiB and {_RESERVED}, of {room.card / GIB:.1f} GiB"
@@ -193,14 +199,12 @@ def forecast_beside(
     *,
     prefix: str = "",
     engine: PlannedEngine | None = None,
-    found: Forecast | NoForecast | None = None,
 ) -> None:
     """Print the forecast in a dry run with all its checks, unless nothing can be said that `memory:` does not say.
 
     Args:
         asked: before the settings of a device were chosen.
         card: bytes of each GPU of this machine; None: it has none.
-        found: the forecast, if it was made before.
 
     Raises:
         ConfigError: the step does not fit.
@@ -211,24 +215,16 @@ def forecast_beside(
         flag = f"--{prefix}parallel.card-gb".replace("_", "-")
         print(f"plan: no GPU is known here; with {flag} 24 this says what a step needs on GPUs of 24 GB")
         return
-    engine, found = (engine, found) if card is not None else (None, None)
-    tell_forecast(asked, load or Load(), card, prefix=prefix, engine=engine, found=found)
+    tell_forecast(asked, load or Load(), card, prefix=prefix, engine=engine if card is not None else None)
 
 
 def tell_forecast(
-    config: TrainingCommand,
-    load: Load,
-    card: float | None,
-    *,
-    prefix: str = "",
-    engine: PlannedEngine | None = None,
-    found: Forecast | NoForecast | None = None,
+    config: TrainingCommand, load: Load, card: float | None, *, prefix: str = "", engine: PlannedEngine | None = None
 ) -> Forecast | None:
     """Print what a step needs on each rank, beside what its GPU has. None: it cannot be driven.
 
     Args:
         card: bytes of each GPU; None: not known.
-        found: the forecast, if it was made before.
 
     Raises:
         ConfigError: something does not fit, with ways out.
@@ -238,7 +234,7 @@ def tell_forecast(
     if card is not None and engine is not None and engine.shares:
         shared = card * engine.share
     room = Room(int(card or 0), int(RESERVED_BYTES + shared))
-    found = found or _driven(config, load, room, prefix)
+    found = (engine and engine.found) or _driven(config, load, room, prefix)
     if isinstance(found, NoForecast):
         print(f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all")
         return None

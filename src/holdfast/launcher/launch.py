@@ -259,9 +259,9 @@ def launch_rl(config: RlConfig) -> int:
         print(summary(trainer, None, config.orchestrator))
         if config.dry_run:
             _print_plan(plan)
-            engine = PlannedEngine(config.inference, placement.shares) if placement.engines else None
+            engine = PlannedEngine(config.inference, placement.shares, found) if placement.engines else None
             trained, load = config.trainer if placement.trainer else asked, load_of(config.orchestrator)
-            forecast_beside(trained, _card(placement), load, prefix="trainer.", engine=engine, found=found)
+            forecast_beside(trained, _card(placement), load, prefix="trainer.", engine=engine)
             return 0
         healing = RestartPolicy(
             again=partial(make_plan, again=True),

@@ -14,8 +14,6 @@ _DRIVEN = (4, 6)
 _LONGEST_PERIOD = 8
 RUNNING_BYTES = GIB
 """An engine takes this beside weights and cache. An assumption."""
-MOST_SHARED = 90
-"""Percent of a shared GPU that an engine gets at most."""
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -84,13 +82,10 @@ class Engine(msgspec.Struct, frozen=True):
     ranks: int
     max_len: int
 
-    def weights(self, step: Step) -> float:
-        """Return the bytes of weights on each GPU."""
-        return step.parameters * self.width / self.ranks
-
-    def session(self, step: Step) -> float:
-        """Return the bytes of the longest session on each GPU."""
-        return (step.kv_bytes or 0) * (self.width / 2) * self.max_len / self.ranks
+    def needs(self, step: Step) -> tuple[float, float]:
+        """Return the bytes of weights, and of the longest session, on each GPU."""
+        session = (step.kv_bytes or 0) * (self.width / 2) * self.max_len
+        return step.parameters * self.width / self.ranks, session / self.ranks
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -110,18 +105,11 @@ class Room(msgspec.Struct, frozen=True):
 
     def least(self, step: Step) -> int:
         """Return the percent of the GPU that the engine needs: for weights, one session, and to run."""
-        if self.engine is None:
-            return 0
-        needed = self.engine.weights(step) + self.engine.session(step) + RUNNING_BYTES
-        return math.ceil(100 * needed / self.card)
+        return math.ceil(100 * (sum(self.engine.needs(step)) + RUNNING_BYTES) / self.card) if self.engine else 0
 
     def left(self, step: Step) -> int:
         """Return the bytes that a rank may take."""
         return max(1, self.card - self.taken + -self.least(step) * self.card // 100)
-
-    def percent(self, found: Forecast) -> int:
-        """Return the percent of the GPU that the trainer leaves to an engine."""
-        return min(MOST_SHARED, 100 * (self.card - self.taken - found.peak[1].total) // self.card)
 
     def fits(self, found: Forecast) -> bool:
         """Whether a rank has room."""
