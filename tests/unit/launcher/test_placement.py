@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import tomli
 
-from holdfast.config import InferenceConfig, RlConfig
+from holdfast.config import InferenceConfig, RlConfig, TrainerConfig
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.cluster import requests_of
 from holdfast.launcher.devices import Machine, Placement, inference_gpus, place_rl, place_training, with_engines
+from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.process.gpus import Gpu, Inventory, TorchBuild
+from holdfast.run.run_dir import RunDir
 from tests.builders.nvml import loading
 from tests.builders.nvml import machine as nvml_machine
 from tests.conftest import ROOT, ModelFactory
@@ -267,6 +269,18 @@ def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
     refused = started("rl", tmp_path / "refused", *RL, "--dry-run", "--no-share-gpus", gpus=1, fault=GPU_VLLM)
     assert refused.code == 2 and "and there is 1 GPU: leave share_gpus" in refused.log
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.launch
+def test_a_run_keeps_what_was_picked_for_a_gpu(tmp_path: Path) -> None:
+    before = TrainerConfig.model_validate({"picked": ["model.lora"], "model": {"lora": {}}})
+    write_config(Attempt(RunDir(tmp_path / "run"), 1, None), "trainer", before, dry_run=False)
+    flags = ["--model.name", str(ROOT / "examples/reverse_text/model"), "--dry-run"]
+    flags += ["--orchestrator.environments", '[{"id": "reverse_text"}]']
+    run = started("rl", tmp_path / "run", *flags, gpus=0)  # without a GPU, too
+    assert run.code == 0, run.log
+    trainer = resolved(tmp_path / "run", "trainer")
+    assert trainer["model"]["lora"]["rank"] == 16 and trainer["optim"]["lr"] == 1e-5  # the rate of LoRA
 
 
 @pytest.mark.launch
