@@ -127,8 +127,9 @@ def test_trainer_and_engine_fit_their_only_gpu(fit: Any, tmp_path: Path, capsys:
     fits, picks = _found(moments=8), _found(moments=8)
     picks.picked, picks.unpicked_bytes = _PICKED, 20 * GIB
     share = "inference.engine.gpu_memory_utilization ="
-    for card, gets in ((40, 0.73), (200, 0.9), (28.3, 0.62)):  # of which the engine needs 62 percent
-        config, may_pick = fit(fits, card)
+    # What a step leaves, at most 0.9, and what the engine needs, by its weights or by its longest session.
+    for card, max_len, gets in ((40, 2048, 0.73), (200, 2048, 0.9), (28.3, 2048, 0.62), (200, 1_140_000, 0.93)):
+        config, may_pick = fit(fits, card, inference={"model": {"max_len": max_len}})
         assert config.inference.engine.gpu_memory_utilization == gets and may_pick == PICKABLE
     assert f"{share} 0.73, which a step leaves: it takes 8.0 GiB and 2 GiB for CUDA" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"(?s)allocator and 16.3 GiB for the engine.*--model.lora: 9.0 GiB"):
