@@ -68,7 +68,7 @@ class PlannedEngine:
 
     @property
     def size(self) -> Engine:
-        """What decides what an engine needs."""
+        """The size of each engine."""
         width = 4 if self.config.model.dtype == "float32" else 2
         return Engine(width, self.config.engine.tensor_parallel_size, self.config.model.max_len)
 
