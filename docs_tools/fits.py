@@ -19,10 +19,10 @@ from typing import Any
 from transformers import AutoConfig
 
 from holdfast.config import RlConfig, SftConfig
-from holdfast.config.resolved import GPU_MEMORY_UTILIZATION, SHARED_GPU_MEMORY_UTILIZATION, choose_for_training
+from holdfast.config.resolved import GPU_MEMORY_UTILIZATION, choose_for_training
 from holdfast.config.training import TrainingCommand
 from holdfast.launcher.forecast import CARDS_GB, RESERVED_BYTES, PlannedEngine, load_of
-from holdfast.run.forecast import Forecast, Load
+from holdfast.run.forecast import Forecast, Load, Room
 from holdfast.trainer.forecast.drive import Planner
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
@@ -87,17 +87,17 @@ class _Model:
         for ranks in _RANKS:
             if self.forecast(program, method, ranks).peak[1].total + RESERVED_BYTES <= card:
                 beside = "+1" if program == "rl" else ""
-                return f"{ranks}{beside}" if not beside or self._serves(method, card, shares=False) else "none"
+                return f"{ranks}{beside}" if not beside or self._serves(method, card) else "none"
         return f"more than {_RANKS[-1]}"
 
     def _shares(self, method: str, card: float) -> bool:
-        needed = self.forecast("rl", method, 1).peak[1].total + RESERVED_BYTES
-        return needed <= (1 - SHARED_GPU_MEMORY_UTILIZATION) * card and self._serves(method, card, shares=True)
+        engine = PlannedEngine(self.rl(method, 1).inference, shares=True).size
+        return Room(int(card), RESERVED_BYTES, engine).fits(self.forecast("rl", method, 1))
 
-    def _serves(self, method: str, card: float, *, shares: bool) -> bool:
+    def _serves(self, method: str, card: float) -> bool:
         inference = self.rl(method, 1).inference
-        inference.engine.gpu_memory_utilization = SHARED_GPU_MEMORY_UTILIZATION if shares else GPU_MEMORY_UTILIZATION
-        return PlannedEngine(inference, shares).room(self.forecast("rl", method, 1), card)[1] >= 0
+        inference.engine.gpu_memory_utilization = GPU_MEMORY_UTILIZATION
+        return PlannedEngine(inference, shares=False).room(self.forecast("rl", method, 1), card)[1] >= 0
 
 
 def rows(names: list[str]) -> Iterator[str]:

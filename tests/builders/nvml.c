@@ -23,8 +23,8 @@ int nvmlDeviceGetName(void *device, char *name, unsigned length) {
     return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *total_free_used) {
-    total_free_used[0] = 1000000000ULL * of("MADE_UP_GB");
-    return of("MADE_UP_GB") ? 0 : 3; /* not supported */
+    total_free_used[0] = getenv("MADE_UP_GB") ? 1e9 * atof(getenv("MADE_UP_GB")) : 0;
+    return total_free_used[0] ? 0 : 3; /* not supported */
 }
 int nvmlDeviceGetUUID(void *device, char *uuid, unsigned length) {
     snprintf(uuid, length, "GPU-%08lx-5a5a", (long)device - 1);

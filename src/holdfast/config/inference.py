@@ -85,7 +85,8 @@ class EngineConfig(Section):
     """Memory of the key-value cache on CPU."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of GPU memory that the engine may use. Unset: 0.9, and 0.4 on a GPU that it shares with the trainer."""
+    """Share of GPU memory that the engine may use. Unset: 0.9; on the only GPU, shared with the trainer, what a step
+    leaves by its plan; 0.4 on several shared GPUs, or without a plan (docs/memory.md)."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that one model is split over."""

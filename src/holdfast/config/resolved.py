@@ -24,7 +24,7 @@ FREE = frozenset({
     "output_dir", "dry_run", "clean", "log_format", "keep_attempts", "profile", "ckpt", "max_steps", "epochs",
     "parallel", "val_interval", "eval",
     "data.cache_dir", "data.num_proc", "pretraining.data.cache_dir", "pretraining.data.num_proc",
-    "alerts", "journal", "weights", "tracking", "dashboard", "mismatch_limit", "sampler_dtype",
+    "alerts", "journal", "weights", "tracking", "dashboard", "mismatch_limit", "sampler_dtype", "picked",
     "batch_timeout_s", "hang_timeout_s", "startup_timeout_s", "save_timeout_s",
     "client", "weights_timeout_s", "environments[].timeout_s",
     "teacher.urls", "teacher.timeout_s", "teacher.ready_timeout_s", "teacher.max_concurrency",
@@ -72,7 +72,7 @@ def _without_free(value: Any, key: str) -> Any:
 
 GPU_MEMORY_UTILIZATION = 0.9
 SHARED_GPU_MEMORY_UTILIZATION = 0.4
-"""Share of a GPU that the trainer uses, too."""
+"""Share of a GPU that the trainer uses, too, if no plan says what the trainer needs."""
 
 
 def choose_for_training(

@@ -65,8 +65,9 @@ class RlConfig(Command):
     eval: EvalConfig | None = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
 
-    share_gpus: bool = False
-    """Let engines and trainer share GPUs, such as the only one; unset: each has its own (docs/your_model.md)."""
+    share_gpus: bool | None = None
+    """Let engines and trainer share GPUs; `false`: each has its own. Unset: they share the GPU of a machine with only
+    one (docs/your_model.md)."""
 
     deterministic: bool = False
     """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/guarantees.md)."""

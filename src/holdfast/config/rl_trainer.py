@@ -236,6 +236,10 @@ class TrainerConfig(TrainingCommand):
     """Token budget of one forward pass of one rank: a packed row, or with a model that cannot be packed
     (docs/models.md) rows of one sample each, with their padding."""
 
+    picked: list[str] = []
+    """Written by `rl`: the settings that it picked so that a step fits the GPU that trainer and engine share. A resumed
+    run keeps their values."""
+
     share_prompts: bool = True
     """Whether the answers to one prompt share its tokens in a row. The prompt is then computed once for all answers, if
     the model allows it (docs/models.md) and as far as they fit `row_tokens`. With a prompt that almost fills a row,

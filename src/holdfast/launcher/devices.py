@@ -1,20 +1,23 @@
 """Decides which GPUs of this machine each process gets, and which device settings follow, before anything starts.
 
 The trainer has one rank on each of its GPUs, which are the first ones that CUDA_VISIBLE_DEVICES leaves. An engine gets
-neighbours from the end. Processes share a GPU only if that is asked for. A resumed run keeps its dtype on any device,
-because it is the only device setting that changes the result.
+neighbours from the end. Processes share a GPU if it is the only one, or if that is asked for. A resumed run keeps its
+dtype on any device, because it is the only device setting that changes the result, and what was picked to fit a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from holdfast.config.base import BY_DEVICE, DeviceType
 from holdfast.config.inference import InferenceConfig
+from holdfast.config.picked import PICKABLE, open_settings, set_values, shown
 from holdfast.config.resolved import choose_for_engine, choose_for_training
 from holdfast.config.rl import RlConfig
+from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, process_name
@@ -67,6 +70,11 @@ class Placement:
     def shares(self) -> bool:
         """Whether an engine is on a GPU of the trainer."""
         return any(gpu in self.trainer for engine in self.engines for gpu in engine)
+
+    @property
+    def is_one_gpu(self) -> bool:
+        """Whether trainer and engine have one GPU, the same."""
+        return len(self.trainer) == 1 and self.engines == (self.trainer,)
 
     def environment(self, gpus: Sequence[Gpu]) -> dict[str, str]:
         """Return the variables of a process that gets `gpus`."""
@@ -132,7 +140,8 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
         raise ConfigError(_NO_GPU)
     size = gpus_per_engine(config.inference)
     of_engines = size * config.inference.engines if samples else 0
-    left, wanted = len(gpus) if config.share_gpus else len(gpus) - of_engines, config.trainer.parallel.num_ranks
+    shares = trains and samples and len(gpus) == 1 if config.share_gpus is None else config.share_gpus
+    left, wanted = len(gpus) if shares else len(gpus) - of_engines, config.trainer.parallel.num_ranks
     of_trainer = (left if wanted is None else wanted) if trains else 0
     if of_engines > len(gpus) or (trains and not 1 <= of_trainer <= left):
         _refuse_too_few(config, len(gpus), engines=of_engines, ranks=wanted if trains else 0)
@@ -230,11 +239,10 @@ def gpus_per_engine(config: InferenceConfig) -> int:
 def _refuse_too_few(config: RlConfig, count: int, *, engines: int, ranks: int | None) -> None:
     wanted = f"{engines} for the engines and {'at least 1' if ranks is None else ranks} for the trainer"
     advice = "lower --inference.engines, --inference.engine.tensor-parallel-size or --trainer.parallel.num-ranks"
-    if count == 1 and not config.share_gpus:
+    if count == 1 and config.share_gpus is False:
         advice = (
-            "let them share it, with --share-gpus (both must fit: the engine then takes "
-            "inference.engine.gpu_memory_utilization = 0.4 of it, the trainer what it needs); name servers elsewhere, "
-            "with --orchestrator.client.urls; or train on the CPU, with --trainer.parallel.device cpu"
+            "leave share_gpus = false out, and they share it; name servers elsewhere, with --orchestrator.client.urls; "
+            "or train on the CPU, with --trainer.parallel.device cpu"
         )
     raise ConfigError(f"the run needs {wanted}, and there {_are(count)}: {advice}")
 
@@ -299,6 +307,21 @@ def settings_of_run(config: TrainingCommand, *, clean: bool) -> dict[str, Any]:
         if path.is_file():
             return read_settings(path)
     return {}
+
+
+def keep_picks(config: TrainingCommand, before: Mapping[str, Any]) -> None:
+    """Set, in place, what the run picked to fit its GPU, unless the user sets it; print a line for each setting.
+
+    Args:
+        before: the result of `settings_of_run`.
+    """
+    if not isinstance(config, TrainerConfig):
+        return
+    config.picked = [key for key in before.get("picked", ()) if key in PICKABLE]
+    for key in [key for key in config.picked if key in open_settings(config)]:
+        value = reduce(lambda table, name: table[name], key.split("."), before)
+        set_values(config, {key: value})
+        print(f"{shown(key, value)}, kept from the run, which picked it to fit a GPU")
 
 
 def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: bool) -> dict[str, Any]:

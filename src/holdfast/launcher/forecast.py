@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from holdfast.config.base import CkptConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.config.resolved import choose_for_engine, choose_for_training
+from holdfast.config.picked import open_settings, set_values, shown
+from holdfast.config.resolved import (
+    GPU_MEMORY_UTILIZATION,
+    SHARED_GPU_MEMORY_UTILIZATION,
+    choose_for_engine,
+    choose_for_training,
+)
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError
+from holdfast.launcher.devices import gpus_per_engine, keep_picks, settings_of_run
 from holdfast.launcher.preflight import check_in_child
-from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak
+from holdfast.run.forecast import GIB, RUNNING_BYTES, Collectives, Engine, Forecast, Load, NoForecast, Peak, Room
 from holdfast.run.inputs import check_model_path, count_parameters, in_short
+from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import size
 
 PARTS = ("parameters", "moments", "gradients", "gathered", "activations", "logits", "temporary")
@@ -34,16 +45,16 @@ _PHASES = {
 _SMALL = 50_000_000
 """Parameters below which a dry run without a GPU is not made longer: every GPU has room for their state."""
 _RESERVED = f"{RESERVED_BYTES / GIB:.0f} GiB for CUDA and the allocator"
-_RUNNING_BYTES = GIB
-"""An engine takes this beside weights and cache. An assumption."""
+_SHARE = "gpu_memory_utilization"
 
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """The engines of a run; `shares`: one is on a GPU of the trainer."""
+    """The engines of a run; `shares`: one is on a GPU of the trainer, whose step may be planned."""
 
     config: InferenceConfig
     shares: bool
+    found: Forecast | NoForecast | None = None
 
     def room(self, found: Forecast, card: float) -> tuple[float, float, float]:
         """Return the bytes of weights on each GPU of an engine; what is then left beside its longest session, below 0
@@ -52,11 +63,14 @@ class PlannedEngine:
         Args:
             card: bytes of each GPU.
         """
-        ranks = self.config.engine.tensor_parallel_size
+        weights, session = self.size.needs(found.step)
+        return weights, self.share * card - weights - RUNNING_BYTES - session, session
+
+    @property
+    def size(self) -> Engine:
+        """The size of each engine."""
         width = 4 if self.config.model.dtype == "float32" else 2
-        weights = found.step.parameters * width / ranks
-        session = (found.step.kv_bytes or 0) * (width / 2) * self.config.model.max_len / ranks
-        return weights, self.share * card - weights - _RUNNING_BYTES - session, session
+        return Engine(width, self.config.engine.tensor_parallel_size, self.config.model.max_len)
 
     @property
     def share(self) -> float:
@@ -90,12 +104,92 @@ def forecast_alone(config: TrainingCommand | RlConfig) -> int:
     check_model_path(trainer.model.name, key="model.name")
     card = trainer.parallel.card_gb * 1e9
     if isinstance(config, RlConfig):
-        engine = PlannedEngine(config.inference, config.share_gpus)
-        choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=config.share_gpus)
+        before, is_one = settings_of_run(trainer, clean=config.clean), _shares_one(config)
+        keep_picks(trainer, before)
+        found = fit_gpu(config, card, before) if is_one else None
+        shares = bool(config.share_gpus or is_one)
+        trainer.model.dtype = _on_gpu(trainer, before).model.dtype
+        choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=shares)
+        engine = PlannedEngine(config.inference, shares, found)
         tell_forecast(trainer, load_of(config.orchestrator), card, prefix="trainer.", engine=engine)
     else:
         tell_forecast(trainer, Load(), card)
     return 0
+
+
+def _shares_one(config: RlConfig) -> bool:
+    """Whether trainer and engine would share the GPU of a machine with only one."""
+    inference, orchestrator = config.inference, config.orchestrator
+    count = config.trainer.parallel.world_size * inference.engines * gpus_per_engine(inference)
+    is_here = config.cluster is None and config.slurm is None and inference.engine.device != "cpu"
+    starts = orchestrator.client.urls == inference.urls and not orchestrator.is_sampled_by_teacher
+    return config.share_gpus is not False and is_here and starts and count == 1
+
+
+def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> Forecast | NoForecast | None:
+    """Set, in place, what trainer and engine get of the GPU that they share; print a line for each setting.
+
+    The engine gets what a step leaves. If a step leaves too little, settings that nobody has set are picked with which
+    it takes less, except for a run that has trained.
+
+    Args:
+        card: bytes of the GPU; None: not known.
+        before: settings of the run that this continues, if any.
+
+    Returns:
+        The plan, or why there is none; None: the user sets the engine's share.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    trainer, engine = config.trainer, config.inference.engine
+    if engine.gpu_memory_utilization is not None or _SHARE in {name.replace("-", "_") for name in engine.args}:
+        return None
+    planned = _on_gpu(trainer, before)
+    config.inference.model.dtype = config.inference.model.dtype or planned.model.dtype
+    ckpt, may_pick = trainer.ckpt or CkptConfig(), open_settings(trainer)
+    if ckpt.init_from is not None:  # whole weights or adapters decide it
+        may_pick = tuple(key for key in may_pick if key != "model.lora")
+    if before and (ckpt.resume_dir is not None or RunDir(trainer.output_dir).has_work()):
+        may_pick = ()
+    room = Room(int(card or 0), RESERVED_BYTES, PlannedEngine(config.inference, shares=True).size, may_pick)
+    found: Forecast | NoForecast
+    if card is None:
+        found = NoForecast("the GPU does not say how much memory it has")
+    elif config.dry_run and trainer.parallel.card_gb is None and not Path(trainer.model.name).is_dir():
+        found = NoForecast(f"a dry run does not ask the hub for {trainer.model.name}")
+    else:
+        print(f"planning a step on the GPU that trainer and engine share ({card / GIB:.1f} GiB)", flush=True)
+        found = _driven(planned, load_of(config.orchestrator), room, "trainer.")
+    if isinstance(found, NoForecast):
+        print(f"inference.engine.{_SHARE} = {SHARED_GPU_MEMORY_UTILIZATION}: no plan could be made: {found.reason}")
+        return found
+    least, peak = room.least(found.step), found.peak[1].total
+    if not room.fits(found):
+        print("\n".join(_described(found, planned.model.compute_dtype)))
+        shared, offload = least * room.card / 100, "--trainer.parallel.cpu-offload"
+        _check_trainer(found, room.card, room.left(found.step), shared, offload=offload)
+    set_values(trainer, found.picked)
+    trainer.picked = [*trainer.picked, *found.picked]
+    for key, value in found.picked.items():
+        less = f"{peak / GIB:.1f} GiB in place of {found.unpicked_bytes / GIB:.1f}"
+        print(f"trainer.{shown(key, value)}, picked so that a step fits beside the engine: {less} GiB")
+    rest = 100 * (room.card - room.taken - peak) // room.card
+    engine.gpu_memory_utilization = max(least / 100, min(GPU_MEMORY_UTILIZATION, rest / 100))
+    print(
+        f"inference.engine.{_SHARE} = {engine.gpu_memory_utilization:g}, which a step leaves: it takes "
+        f"{peak / GIB:.1f} GiB and {_RESERVED}, of {room.card / GIB:.1f} GiB"
+    )
+    return found
+
+
+def _on_gpu(config: TrainingCommand, before: Mapping[str, Any] | None = None) -> TrainingCommand:
+    """Return the settings of a step on a GPU; `before`: settings of the run that it continues."""
+    config = config.model_copy(update={"max_steps": 2**31, "profile": None}, deep=True)  # perhaps not known yet
+    dtype = (before or {}).get("model", {}).get("dtype")
+    choose_for_training(config, "cuda", num_devices=config.parallel.ranks, dtype=dtype)
+    config.parallel.device, config.parallel.card_gb = "cuda", None
+    return config
 
 
 def forecast_beside(
@@ -135,14 +229,12 @@ def tell_forecast(
     Raises:
         ConfigError: something does not fit, with ways out.
     """
-    config = config.model_copy(update={"max_steps": 2**31, "profile": None}, deep=True)  # perhaps not known yet
-    choose_for_training(config, "cuda", num_devices=config.parallel.ranks)
-    config.parallel.device, config.parallel.card_gb = "cuda", None
+    config = _on_gpu(config)
     shared = 0.0
     if card is not None and engine is not None and engine.shares:
         shared = card * engine.share
-    limit = 0 if card is None else max(1, int(card - RESERVED_BYTES - shared))
-    found = _driven(config, load, limit, prefix)
+    room = Room(int(card or 0), int(RESERVED_BYTES + shared))
+    found = (engine and engine.found) or _driven(config, load, room, prefix)
     if isinstance(found, NoForecast):
         print(f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all")
         return None
@@ -153,7 +245,7 @@ def tell_forecast(
         told = f"it fits GPUs of {', '.join(fits)} GB" if fits else f"it fits no GPU of {CARDS_GB[-1]} GB"
         print(f"  with {_RESERVED} {told}; which GPU it will be is not known")
         return found
-    _check_trainer(found, card, limit, shared, offload=f"--{prefix}parallel.cpu-offload")
+    _check_trainer(found, card, room.left(found.step), shared, offload=f"--{prefix}parallel.cpu-offload")
     if engine is not None:
         _check_engine(found, card, engine)
     return found
@@ -183,7 +275,7 @@ def _check_engine(found: Forecast, card: float, engine: PlannedEngine) -> None:
         what = "the cache of one session" if left + session >= 0 else "the weights"
         raise ConfigError(
             f"the engine does not fit: {weights / GIB:.1f} GiB of weights, {session / GIB:.1f} GiB for a session of "
-            f"{longest}, and {_RUNNING_BYTES / GIB:.0f} GiB to run, of {of}. The first that does not fit: {what}. "
+            f"{longest}, and {RUNNING_BYTES / GIB:.0f} GiB to run, of {of}. The first that does not fit: {what}. "
             "Raise --inference.engine.tensor-parallel-size or --inference.engine.gpu-memory-utilization, lower "
             "--inference.model.max-len, or take larger GPUs."
         )
@@ -192,10 +284,11 @@ def _check_engine(found: Forecast, card: float, engine: PlannedEngine) -> None:
     print(f"  engine: {weights / GIB:.1f} GiB of weights and {cache}{sessions}, of {of}")
 
 
-def _driven(config: TrainingCommand, load: Load, limit: int, prefix: str) -> Forecast | NoForecast:
+def _driven(config: TrainingCommand, load: Load, room: Room, prefix: str) -> Forecast | NoForecast:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "forecast.json"
-        arguments = (config.program, msgspec.json.encode(load).decode(), str(limit), prefix, str(path))
+        given = (msgspec.json.encode(one).decode() for one in (load, room))
+        arguments = (config.program, *given, prefix, str(path))
         check_in_child("holdfast.trainer.forecast.drive", config, *arguments)
         return msgspec.json.decode(path.read_bytes(), type=Forecast | NoForecast)
 

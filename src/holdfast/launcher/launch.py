@@ -31,13 +31,15 @@ from holdfast.launcher.devices import (
     describe,
     evaluation_gpus,
     inference_gpus,
+    keep_picks,
     place_rl,
     place_training,
+    settings_of_run,
     this_machine,
     with_engines,
 )
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
-from holdfast.launcher.forecast import PlannedEngine, forecast_alone, forecast_beside, load_of
+from holdfast.launcher.forecast import PlannedEngine, fit_gpu, forecast_alone, forecast_beside, load_of
 from holdfast.launcher.inference_servers import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
@@ -111,6 +113,7 @@ def launch_training(config: TrainingCommand) -> int:
     check_training(config)
     check_outputs(config)
     check_evaluations(config)
+    keep_picks(config, settings_of_run(config, clean=config.clean))
     survey = settle_length(config, clean=config.clean)
     machine = this_machine(find_gpus())
     placement = place_training(config.parallel, machine)
@@ -241,6 +244,9 @@ def launch_rl(config: RlConfig) -> int:
         check_rl(config, starts_inference=servers.starts_own)
         check_outputs(config.trainer)
         placement = place_rl(config, machine, starts_inference=servers.starts_own)
+        before = settings_of_run(config.trainer, clean=config.clean)
+        keep_picks(config.trainer, before)
+        found = fit_gpu(config, _card(placement), before) if placement.is_one_gpu else None
         settle_length(config.trainer, clean=config.clean)
         asked = config.trainer.model_copy(deep=True)
         chosen = choose_rl(config, placement, machine, starts_inference=servers.starts_own)
@@ -253,7 +259,7 @@ def launch_rl(config: RlConfig) -> int:
         print(summary(trainer, None, config.orchestrator))
         if config.dry_run:
             _print_plan(plan)
-            engine = PlannedEngine(config.inference, placement.shares) if placement.engines else None
+            engine = PlannedEngine(config.inference, placement.shares, found) if placement.engines else None
             trained, load = config.trainer if placement.trainer else asked, load_of(config.orchestrator)
             forecast_beside(trained, _card(placement), load, prefix="trainer.", engine=engine)
             return 0

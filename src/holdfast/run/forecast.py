@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -10,6 +12,8 @@ GIB = 1 << 30
 _DRIVEN = (4, 6)
 """Layers of the two models that are driven. From about four layers on, every layer adds the same bytes."""
 _LONGEST_PERIOD = 8
+RUNNING_BYTES = GIB
+"""An engine takes this beside weights and cache. An assumption."""
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -65,6 +69,53 @@ class Step(msgspec.Struct):
     once: Collectives = msgspec.field(default_factory=Collectives)
 
 
+class Engine(msgspec.Struct, frozen=True):
+    """The size of an engine.
+
+    Attributes:
+        width: bytes of a weight.
+        ranks: GPUs over which its model is split.
+        max_len: tokens of its longest session.
+    """
+
+    width: int
+    ranks: int
+    max_len: int
+
+    def needs(self, step: Step) -> tuple[float, float]:
+        """Return the bytes of weights, and of the longest session, on each GPU."""
+        session = (step.kv_bytes or 0) * (self.width / 2) * self.max_len
+        return step.parameters * self.width / self.ranks, session / self.ranks
+
+
+class Room(msgspec.Struct, frozen=True):
+    """The memory of a GPU.
+
+    Attributes:
+        card: all bytes; 0: not known, and everything fits.
+        taken: bytes that nobody else may take.
+        engine: an engine that gets what the trainer leaves; None: it does not share the GPU, or `taken` counts it.
+        open: settings of the trainer that may change so that both fit.
+    """
+
+    card: int = 0
+    taken: int = 0
+    engine: Engine | None = None
+    open: tuple[str, ...] = ()
+
+    def least(self, step: Step) -> int:
+        """Return the percent of the GPU that the engine needs: for weights, one session, and to run."""
+        return math.ceil(100 * (sum(self.engine.needs(step)) + RUNNING_BYTES) / self.card) if self.engine else 0
+
+    def left(self, step: Step) -> int:
+        """Return the bytes that a rank may take."""
+        return max(1, self.card - self.taken + -self.least(step) * self.card // 100)
+
+    def fits(self, found: Forecast) -> bool:
+        """Whether a rank has room."""
+        return not self.card or found.peak[1].total <= self.left(found.step)
+
+
 class Load(msgspec.Struct, frozen=True):
     """The most that the orchestrator hands the trainer of `rl` in a step.
 
@@ -96,6 +147,8 @@ class Forecast(msgspec.Struct, tag=True):
         rows, row_tokens: micro-batches of a rank in one update, and tokens of each.
         updates: of a step.
         ways: changes of settings with which it fits, and their peaks, if it does not fit what was given.
+        picked: values of open settings with which it fits, by dotted key.
+        unpicked_bytes: peak without them.
     """
 
     model: str
@@ -105,6 +158,8 @@ class Forecast(msgspec.Struct, tag=True):
     updates: int
     step: Step
     ways: dict[str, int] = {}
+    picked: dict[str, Any] = {}
+    unpicked_bytes: int = 0
 
     @property
     def peak(self) -> tuple[str, Peak]:

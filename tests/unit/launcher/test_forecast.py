@@ -2,17 +2,23 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.config import SftConfig
+from holdfast.config import RlConfig, SftConfig
 from holdfast.config.inference import InferenceConfig
-from holdfast.config.training import TrainingCommand
+from holdfast.config.picked import PICKABLE
+from holdfast.config.rl import hand_down_shared
+from holdfast.config.training import LoraConfig, TrainingCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher import forecast
-from holdfast.launcher.forecast import PlannedEngine, forecast_alone, forecast_beside, tell_forecast
+from holdfast.launcher.devices import keep_picks, settings_of_run
+from holdfast.launcher.forecast import PlannedEngine, fit_gpu, forecast_alone, forecast_beside, tell_forecast
 from holdfast.launcher.launch import launch_training
-from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak, Step, depths, extended
+from holdfast.launcher.resume.attempt import Attempt, write_config
+from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak, Room, Step, depths, extended
+from holdfast.run.run_dir import RunDir
 
 Say = Callable[..., list[TrainingCommand]]
 _ROW = Collectives({"all-gather": (4, 8 * GIB)})
@@ -94,6 +100,59 @@ def test_an_engine_beside(shares: bool, card: float, refusal: str, config: SftCo
         return
     with pytest.raises(ConfigError, match=f"(?s){refusal}"):
         tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares))
+
+
+@pytest.fixture
+def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RlConfig, tuple[str, ...] | None]]:
+    """Return what fits a run into a GPU; it returns its settings, and which the plan may pick; None: without a plan."""
+
+    def fit(found: Forecast | NoForecast, card: float = 40, clean: bool = False, **given: Any) -> Any:
+        asked: list[Room] = []
+        monkeypatch.setattr(forecast, "_driven", lambda _config, _load, room, _prefix: asked.append(room) or found)
+        given |= {"output_dir": tmp_path / "run", "model": {"name": "x/y"}, "clean": clean}
+        given["orchestrator"] = {"environments": [{"id": "reverse_text"}]}
+        config = hand_down_shared(RlConfig.model_validate(given))
+        before = settings_of_run(config.trainer, clean=clean)
+        keep_picks(config.trainer, before)
+        fit_gpu(config, card * 1e9 or None, before)
+        return config, asked[0].open if asked else None
+
+    return fit
+
+
+_PICKED = {"row_tokens": 1024, "model.lora": LoraConfig().model_dump()}
+
+
+def test_trainer_and_engine_fit_their_only_gpu(fit: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fits, picks = _found(moments=8), _found(moments=8)
+    picks.picked, picks.unpicked_bytes = _PICKED, 20 * GIB
+    share = "inference.engine.gpu_memory_utilization ="
+    # What a step leaves, at most 0.9, and what the engine needs, by its weights or by its longest session.
+    for card, max_len, gets in ((40, 2048, 0.73), (200, 2048, 0.9), (28.3, 2048, 0.62), (200, 1_140_000, 0.93)):
+        config, may_pick = fit(fits, card, inference={"model": {"max_len": max_len}})
+        assert config.inference.engine.gpu_memory_utilization == gets and may_pick == PICKABLE
+    assert f"{share} 0.73, which a step leaves: it takes 8.0 GiB and 2 GiB for CUDA" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"(?s)allocator and 16.3 GiB for the engine.*--model.lora: 9.0 GiB"):
+        fit(fits, 28.2)
+    assert fit(fits, inference={"engine": {"gpu_memory_utilization": 0.3}})[1] is None
+    assert fit(fits, inference={"engine": {"args": {"gpu-memory-utilization": 0.3}}})[1] is None
+    for found, card, why in ((NoForecast("trainer.critic"), 40, "trainer.critic"), (fits, 0, "the GPU does not say")):
+        assert fit(found, card)[0].inference.engine.gpu_memory_utilization is None
+        assert f"{share} 0.4: no plan could be made: {why}" in capsys.readouterr().out
+    assert "row_tokens" not in fit(fits, trainer={"row_tokens": 4096})[1]
+    assert "model.lora" not in fit(fits, ckpt={"init_from": "weights"})[1]
+    trainer = fit(picks)[0].trainer
+    assert trainer.picked == [*_PICKED] and trainer.row_tokens == 1024 and trainer.model.lora == LoraConfig()
+    told = "picked so that a step fits beside the engine: 8.0 GiB in place of 20.0 GiB\ntrainer.model.lora.rank = 16, "
+    assert f"trainer.row_tokens = 1024, {told}" in capsys.readouterr().out
+    write_config(Attempt(RunDir(tmp_path / "run"), 1, None), "trainer", trainer, dry_run=False)
+    assert fit(fits, 200)[1] == PICKABLE[:2]  # nothing is trained yet
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    kept, may_pick = fit(fits, 200)
+    assert kept.trainer == trainer and may_pick == () and kept.inference.engine.gpu_memory_utilization == 0.9
+    assert "model.lora.rank = 16, kept from the run, which picked it" in capsys.readouterr().out
+    assert fit(fits, trainer={"row_tokens": 2048})[0].trainer.row_tokens == 2048
+    assert fit(fits, clean=True)[0].trainer.picked == []
 
 
 def test_what_cannot_be_driven_is_named(config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]) -> None:

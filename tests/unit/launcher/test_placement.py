@@ -1,18 +1,22 @@
 """Who gets which GPUs, on machines with none, one, two and eight, and what commands there say and refuse."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
 
-from holdfast.config import InferenceConfig, RlConfig
+from holdfast.config import InferenceConfig, RlConfig, TrainerConfig
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.cluster import requests_of
 from holdfast.launcher.devices import Machine, Placement, inference_gpus, place_rl, place_training, with_engines
+from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.process.gpus import Gpu, Inventory, TorchBuild
+from holdfast.run.run_dir import RunDir
 from tests.builders.nvml import loading
 from tests.builders.nvml import machine as nvml_machine
 from tests.conftest import ROOT, ModelFactory
@@ -61,14 +65,15 @@ def test_without_gpus_all_is_on_the_cpu() -> None:
     assert "parallel.device = 'cuda', and there is no NVIDIA GPU here" in refusal(on_gpu, machine(0, engine="cpu"))
 
 
-def test_one_gpu_is_shared_only_where_that_is_said() -> None:
-    said = refusal({}, machine(1))
+def test_the_only_gpu_is_shared_unless_that_is_refused() -> None:
+    said = refusal({"share_gpus": False}, machine(1))
     assert "the run needs 1 for the engines and at least 1 for the trainer, and there is 1 GPU" in said
-    assert "let them share it, with --share-gpus (" in said
-    shared = placed({"share_gpus": True}, machine(1))
-    assert names(shared) == (["0"], [["0"]]) and shared.shares
-    too_few = refusal({"share_gpus": True, **tensor_parallel(2)}, machine(1))
-    assert "needs 2 for the engines" in too_few and "there is 1 GPU: lower --inference.engines" in too_few
+    assert "leave share_gpus = false out, and they share it" in said
+    for share in ({}, {"share_gpus": True}):
+        shared = placed(share, machine(1))
+        assert names(shared) == (["0"], [["0"]]) and shared.shares and shared.is_one_gpu
+        too_few = refusal({**share, **tensor_parallel(2)}, machine(1))
+        assert "needs 2 for the engines" in too_few and "there is 1 GPU: lower --inference.engines" in too_few
     # One that does not share: with engines elsewhere, on the CPU, or a trainer there.
     assert names(placed({}, machine(1, engine="cpu"), starts_inference=False)) == (["0"], [])
     assert "To sample on the CPU all the same: --inference.engine.device cpu" in refusal({}, machine(1, engine="cpu"))
@@ -83,7 +88,7 @@ def test_one_gpu_is_shared_only_where_that_is_said() -> None:
 
 def test_two_gpus_are_one_for_each() -> None:
     placement = placed({}, machine(2))
-    assert names(placement) == (["0"], [["1"]]) and not placement.shares
+    assert names(placement) == (["0"], [["1"]]) and not placement.shares and not placement.is_one_gpu
     assert placement.environment(placement.trainer) == {"CUDA_VISIBLE_DEVICES": "0"}
     said = refusal(tensor_parallel(2), machine(2))
     assert "needs 2 for the engines and at least 1 for the trainer, and there are 2 GPUs" in said
@@ -188,10 +193,13 @@ gpus.version = version
 """
 
 
-def started(program: str, output: Path, *flags: str, gpus: int, fault: str = "") -> Run:
-    """Run a command to its end on a machine with so many GPUs."""
+def started(program: str, output: Path, *flags: str, gpus: int, gb: float = 0, fault: str = "") -> Run:
+    """Run a command to its end on a machine with so many GPUs; `gb`: the memory of each, unknown if 0."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    argv, environment = ["--output-dir", str(output), *flags], environment | nvml_machine(gpus)
+    argv, environment = (
+        ["--output-dir", str(output), *flags],
+        environment | nvml_machine(gpus) | {"MADE_UP_GB": str(gb)},
+    )
     return shared_commands().start(program, output, argv, environment=environment, fault=loading() + fault).wait()
 
 
@@ -246,11 +254,33 @@ def test_trainer_and_engine_get_gpus_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_a_gpu_that_both_share_is_shared_by_its_memory(tmp_path: Path) -> None:
-    run = started("rl", tmp_path / "run", *RL, "--dry-run", "--share-gpus", gpus=1, fault=GPU_VLLM)
-    assert run.code == 0 and resolved(tmp_path / "run", "inference")["engine"]["gpu_memory_utilization"] == 0.4
-    refused = started("rl", tmp_path / "refused", *RL, "--dry-run", gpus=1, fault=GPU_VLLM)
-    assert refused.code == 2 and "and there is 1 GPU: let them share it" in refused.log
+    shutil.copytree(ROOT / "examples/reverse_text/model", model := tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"hidden_size": 512, "intermediate_size": 8192}
+    (model / "config.json").write_text(json.dumps(config))
+    flags = (*RL, "--dry-run", "--model.name", str(model), "--trainer.model.init", "random")
+    run = started("rl", tmp_path / "run", *flags, gpus=1, gb=4.2, fault=GPU_VLLM)
+    assert run.code == 0, run.log
+    assert resolved(tmp_path / "run", "inference")["engine"]["gpu_memory_utilization"] == 0.29
+    trainer = resolved(tmp_path / "run", "trainer")
+    assert trainer["picked"] == ["row_tokens"] and trainer["row_tokens"] == 1024
+    planned = started("rl", tmp_path / "plan", *flags, "--trainer.parallel.card-gb", "4.2", gpus=0)
+    told = planned.log.splitlines()
+    assert planned.code == 0 and len(told) == 8 and set(told) <= set(run.log.splitlines()), planned.log
+    refused = started("rl", tmp_path / "refused", *RL, "--dry-run", "--no-share-gpus", gpus=1, fault=GPU_VLLM)
+    assert refused.code == 2 and "and there is 1 GPU: leave share_gpus" in refused.log
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.launch
+def test_a_run_keeps_what_was_picked_for_a_gpu(tmp_path: Path) -> None:
+    before = TrainerConfig.model_validate({"picked": ["model.lora"], "model": {"lora": {}}})
+    write_config(Attempt(RunDir(tmp_path / "run"), 1, None), "trainer", before, dry_run=False)
+    flags = ["--model.name", str(ROOT / "examples/reverse_text/model"), "--dry-run"]
+    flags += ["--orchestrator.environments", '[{"id": "reverse_text"}]']
+    run = started("rl", tmp_path / "run", *flags, gpus=0)  # without a GPU, too
+    assert run.code == 0, run.log
+    trainer = resolved(tmp_path / "run", "trainer")
+    assert trainer["model"]["lora"]["rank"] == 16 and trainer["optim"]["lr"] == 1e-5  # the rate of LoRA
 
 
 @pytest.mark.launch

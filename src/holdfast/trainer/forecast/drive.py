@@ -8,13 +8,14 @@ attention that keeps the tensors that FlashAttention keeps.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config import SftConfig, TrainerConfig, program_config
+from holdfast.config.picked import set_values
 from holdfast.config.preference import DpoConfig
 from holdfast.config.training import (
     LoraConfig,
@@ -41,8 +43,9 @@ from holdfast.config.training import (
 )
 from holdfast.errors import HoldfastError
 from holdfast.process.child import die_with_launcher, run_reporting_errors
+from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.protocol.rollouts import Sampling
-from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Step, depths, extended
+from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Room, Step, depths, extended
 from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.forecast.tracker import StepTracker
 from holdfast.trainer.mesh import Mesh, join_mesh
@@ -474,21 +477,40 @@ class Planner:
 _WAYS = 3
 
 
-def ways_out(planner: Planner, config: TrainingCommand, load: Load, limit: int, prefix: str) -> dict[str, int]:
-    """Return the cheapest changes of settings with which a rank needs at most `limit` bytes, and what it needs then."""
-    found: dict[str, int] = {}
-    for flags, changed in _changes(config, load, prefix):
-        if len(found) == _WAYS:
-            break
+def ways_out(planner: Planner, config: TrainingCommand, load: Load, room: Room, prefix: str) -> dict[str, int]:
+    """Return the cheapest changes of settings with which a rank has room, and what it needs then."""
+    fitting = _fitting(planner, config, load, room, changes(config, load))
+    return {_flags(one.picked, prefix): one.peak[1].total for one in islice(fitting, _WAYS)}
+
+
+def with_picks(planner: Planner, config: TrainingCommand, load: Load, room: Room, found: Forecast) -> Forecast:
+    """Return the forecast with the cheapest change of open settings with which a rank has room; without it `found`."""
+    picks = changes(config, load, only=room.open)
+    fitting = next(_fitting(planner, config, load, room, picks), found)
+    fitting.unpicked_bytes = found.peak[1].total
+    return fitting
+
+
+def _fitting(
+    planner: Planner, config: TrainingCommand, load: Load, room: Room, of: Iterable[dict[str, Any]]
+) -> Iterator[Forecast]:
+    """Yield the forecasts with the changes of settings with which a rank has room."""
+    for values in of:
         with suppress(HoldfastError, ValueError):
-            peak = planner.forecast(changed, load).peak[1].total
-            if peak <= limit:
-                found[flags] = peak
-    return found
+            changed = config.model_copy(deep=True)
+            set_values(changed, values)
+            found = planner.forecast(type(config).model_validate(changed.model_dump()), load)
+            if room.fits(found):
+                found.picked = values
+                yield found
 
 
-def _changes(config: TrainingCommand, load: Load, prefix: str) -> Iterator[tuple[str, TrainingCommand]]:
-    """Yield changes of settings as flags, the cheapest first."""
+def changes(config: TrainingCommand, load: Load, *, only: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield changes of settings by dotted key, the cheapest first.
+
+    Args:
+        only: settings that may change; None: all.
+    """
     less: dict[str, Any] = {}
     if not config.model.activation_checkpointing:
         less["model.activation_checkpointing"] = True
@@ -499,35 +521,33 @@ def _changes(config: TrainingCommand, load: Load, prefix: str) -> Iterator[tuple
         less |= {"row_tokens": fewer} if fewer < config.row_tokens else {}
     elif isinstance(config, SupervisedCommand) and config.data.micro_batch_size > 1:
         less["data.micro_batch_size"] = 1
-    yield from (_changed(config, {key: value}, prefix) for key, value in less.items())
+    less = {key: value for key, value in less.items() if only is None or key in only}
+    yield from ({key: value} for key, value in less.items())
     if len(less) > 1:
-        yield _changed(config, less, prefix)
-    if config.model.lora is None and config.optim.moments_dtype == "float32" and config.optim.fits_bfloat16:
+        yield less
+    is_wide = config.optim.moments_dtype == "float32" and config.optim.fits_bfloat16
+    if only is None and config.model.lora is None and is_wide:
         narrow = {"optim.moments_dtype": "bfloat16"}
-        yield _changed(config, narrow, prefix)
+        yield narrow
         if less:
-            yield _changed(config, less | narrow, prefix)
-    if config.model.lora is None and config.optim.type != "muon":
-        yield _changed(config, {"model.lora": LoraConfig()}, prefix)
-    for times in (2, 4, 8):
-        yield _changed(config, {"parallel.num_ranks": times * config.parallel.ranks}, prefix)
+            yield less | narrow
+    if config.model.lora is None and config.optim.type != "muon" and (only is None or "model.lora" in only):
+        yield {"model.lora": LoraConfig().model_dump()}
+    for times in (2, 4, 8) if only is None else ():
+        yield {"parallel.num_ranks": times * config.parallel.ranks}
 
 
-def _changed(config: TrainingCommand, values: dict[str, Any], prefix: str) -> tuple[str, TrainingCommand]:
-    changed, flags = config.model_copy(deep=True), []
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        section = reduce(getattr, sections, changed)
-        setattr(section, name, value)
-        flag = f"--{prefix}{key}".replace("_", "-")
-        flags.append(f"{flag} {value}" if isinstance(value, int | str) and value is not True else flag)
-    return " ".join(flags), changed
+def _flags(values: dict[str, Any], prefix: str) -> str:
+    flags = {f"--{prefix}{key}".replace("_", "-"): value for key, value in values.items()}
+    return " ".join(
+        flag if value is True or isinstance(value, dict) else f"{flag} {value}" for flag, value in flags.items()
+    )
 
 
-def main(program: str, load: str, limit: str, prefix: str, path: str) -> None:
-    """Write the forecast of the configuration on stdin to a file, and ways out if it exceeds `limit`."""
+def main(program: str, load: str, room: str, prefix: str, path: str) -> None:
+    """Write the forecast of the configuration on stdin to a file; if it has no `room`, with picks or ways out."""
     config = program_config(program).model_validate_json(sys.stdin.buffer.read())
-    given = msgspec.json.decode(load, type=Load)
+    given, of = msgspec.json.decode(load, type=Load), msgspec.json.decode(room, type=Room)
     found: Forecast | NoForecast
     planner = Planner(config.model, is_gpu=config.parallel.device != "cpu")
     try:
@@ -538,11 +558,14 @@ def main(program: str, load: str, limit: str, prefix: str, path: str) -> None:
         if isinstance(error, HoldfastError):
             raise
         found = NoForecast(f"{planner.model} ({type(error).__name__}: {one_line(error)})")
-    if isinstance(found, Forecast) and int(limit) and found.peak[1].total > int(limit):
-        found.ways = ways_out(planner, config, given, int(limit), prefix)
+    if isinstance(found, Forecast) and not of.fits(found):
+        found = with_picks(planner, config, given, of, found)
+        if not found.picked:
+            found.ways = ways_out(planner, config, given, of, prefix)
     Path(path).write_bytes(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":
     die_with_launcher()
+    os.environ[VISIBLE_DEVICES_ENV] = ""  # FSDP would ask a GPU that is here
     run_reporting_errors(lambda: main(*sys.argv[1:]))

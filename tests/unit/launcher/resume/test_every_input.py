@@ -104,7 +104,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
             "ServerConfig.admin_token_env", "ServerConfig.host", "ServerConfig.model_name", "SlurmConfig.account",
             "SlurmConfig.extra", "SlurmConfig.job_name", "SlurmConfig.partition", "SlurmConfig.setup",
             "SlurmConfig.time", "TrackingConfig.backends", "TrackingConfig.name", "TrackingConfig.project",
-            "TrackingConfig.tags", "TrainingCommand.profile", "WeightsConfig.host",
+            "TrackingConfig.tags", "TrainerConfig.picked", "TrainingCommand.profile", "WeightsConfig.host",
         ),
         _NOTHING,
     ),

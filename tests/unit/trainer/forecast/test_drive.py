@@ -1,6 +1,7 @@
 """Parts of a forecast that need no driving."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from torch import nn
 from transformers import Qwen3Config
 
 from holdfast.config import SftConfig, TrainerConfig
+from holdfast.config.picked import PICKABLE
+from holdfast.config.training import TrainingCommand
 from holdfast.errors import HoldfastError
-from holdfast.run.forecast import Load
-from holdfast.trainer.forecast.drive import Planner, _changes, with_layers
+from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Room, Step
+from holdfast.trainer.forecast.drive import Planner, _flags, changes, with_layers, with_picks
 from holdfast.trainer.forecast.tracker import StepTracker, collective_of
 
 
@@ -23,7 +26,7 @@ def test_a_model_has_its_first_layers() -> None:
 
 def test_ways_out_begin_with_the_cheapest() -> None:
     sft = SftConfig.model_validate({"model": {"name": "x", "logits_chunk_tokens": 1024}, "data": {"name": "x"}})
-    flags = [flag for flag, _ in _changes(sft, Load(), "")]
+    flags = [_flags(values, "") for values in changes(sft, Load())]
     assert flags == [
         "--model.activation-checkpointing", "--model.logits-chunk-tokens 256", "--data.micro-batch-size 1",
         "--model.activation-checkpointing --model.logits-chunk-tokens 256 --data.micro-batch-size 1",
@@ -33,14 +36,46 @@ def test_ways_out_begin_with_the_cheapest() -> None:
         "--parallel.num-ranks 2", "--parallel.num-ranks 4", "--parallel.num-ranks 8",
     ]  # fmt: skip
     sft.optim.betas = (0.9, 0.999)
-    assert [flag for flag, _ in _changes(sft, Load(), "")] == [flag for flag in flags if "moments" not in flag]
+    assert [_flags(values, "") for values in changes(sft, Load())] == [flag for flag in flags if "moments" not in flag]
     rl = TrainerConfig.model_validate({
         "model": {"name": "x", "lora": {}, "activation_checkpointing": True, "logits_chunk_tokens": 256},
         "parallel": {"num_ranks": 2}, "row_tokens": 8192,
     })  # fmt: skip
-    found = dict(_changes(rl, Load(seq_len=4096), "trainer."))
-    assert list(found) == ["--trainer.row-tokens 4096", *(f"--trainer.parallel.num-ranks {n}" for n in (4, 8, 16))]
-    assert found["--trainer.row-tokens 4096"].row_tokens == 4096 and rl.row_tokens == 8192  # type: ignore[attr-defined]
+    found = [_flags(values, "trainer.") for values in changes(rl, Load(seq_len=4096))]
+    assert found == ["--trainer.row-tokens 4096", *(f"--trainer.parallel.num-ranks {n}" for n in (4, 8, 16))]
+
+
+_LORA = {"model.lora": {"rank": 16, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear"}}
+
+
+@pytest.mark.parametrize(
+    ("card", "only", "init", "picked"),
+    [
+        (9.5, PICKABLE, "pretrained", {"model.logits_chunk_tokens": 256}),
+        (8, PICKABLE, "pretrained", {"row_tokens": 1024}),
+        (6.5, PICKABLE, "pretrained", {"model.logits_chunk_tokens": 256, "row_tokens": 1024}),
+        (5.5, PICKABLE, "pretrained", _LORA),
+        (5.5, PICKABLE, "random", {}),  # which has nothing to adapt
+        (8, ("model.logits_chunk_tokens", "model.lora"), "pretrained", _LORA),  # the user sets row_tokens
+        (4, PICKABLE, "pretrained", {}),  # never more ranks
+        (8, (), "pretrained", {}),
+    ],
+)
+def test_the_first_open_change_that_fits_is_picked(card: float, only: tuple[str, ...], init: str, picked: Any) -> None:
+    class Planned:
+        def forecast(self, config: TrainingCommand, _: Load) -> Forecast:
+            assert isinstance(config, TrainerConfig)
+            less = (config.row_tokens < 4096) * 3 + (config.model.head_chunk_tokens < 1024)
+            size = (5 if config.model.lora else 10 - less) / config.parallel.ranks
+            step = Step({"backward": Peak({"moments": int(size * GIB)})}, *[Collectives()] * 3, 0, 0)
+            return Forecast("", 1, 1, 1, 1, step)
+
+    model = {"name": "x", "init": init, "activation_checkpointing": True, "logits_chunk_tokens": 1024}
+    config = TrainerConfig.model_validate({"model": model, "parallel": {"num_ranks": 1}})
+    planner: Any = Planned()
+    room = Room(int(card * GIB), open=only)
+    found = with_picks(planner, config, Load(), room, planner.forecast(config, Load()))
+    assert found.picked == picked and found.unpicked_bytes == 10 * GIB and room.fits(found) is bool(picked)
 
 
 @pytest.mark.parametrize("key", ["cpu_offload", "expert_parallel"])
