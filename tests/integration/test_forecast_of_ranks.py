@@ -41,8 +41,6 @@ def test_ranks_need_and_send_what_was_forecast(program: str, found: Found) -> No
         # 0.2 % apart on an idle machine. On a busy machine buffers are freed later, beside those of the next layer.
         assert rank["peak"] == pytest.approx(forecast.peak[1].total, rel=0.1)
         assert rank["sent"] == {kind: calls for kind, (calls, _) in forecast.of_step.kinds.items()}
-        if program in programs(Path(EVEN)):
-            assert rank["rows"] == (forecast.step.first_row.kinds, forecast.step.last_row.kinds)
 
 
 @pytest.mark.parametrize("model", ["fsdp", "experts"])
