@@ -1,20 +1,21 @@
-"""Two real ranks take the steps that are forecast: `python -m tests.ranks.forecast MODEL DIRECTORY`."""
+"""Real ranks take the steps that are forecast: `python -m tests.ranks.forecast MODEL DIRECTORY`."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from holdfast.config import SftConfig, TrainerConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.run.forecast import Load, extended
-from holdfast.trainer.forecast.drive import Planner, drive
+from holdfast.trainer.forecast.drive import Planner, drive, ways_out
 from holdfast.trainer.forecast.tracker import StepTracker, collective_of
-from holdfast.trainer.mesh import Mesh
+from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.policy import build_policy
 from tests.ranks.two import run_on_ranks
 
@@ -25,8 +26,12 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "hsdp": {"parallel": {"replicas": 2}},
     "ulysses": {"parallel": {"sequence_parallel": 2}},
     "lora": {"model": {"lora": {"rank": 4}}},
+    "experts": {"parallel": {"expert_parallel": 2}},
 }
 """Ways to divide four ranks."""
+MIXED = {"init": "random", "dtype": "bfloat16"}  # float32 has no fused experts without numbers
+EVEN, CHOSEN = "all experts", "a few experts"
+"""Models on four ranks: a token goes to all eight experts, so each gets as many, or to two that the model chooses."""
 
 
 def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfig:
@@ -43,6 +48,15 @@ def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfi
 
 
 def programs(model: Path) -> dict[str, TrainingCommand]:
+    if model.name in (EVEN, CHOSEN):
+        halves, quarters, copies = (
+            sft(model, ranks=4, model=MIXED, parallel={"expert_parallel": number, "replicas": replicas})
+            for number, replicas in ((2, 1), (4, 1), (2, 2))
+        )
+        if model.name == CHOSEN:
+            return {"chosen": halves}
+        rl = TrainerConfig(model=quarters.model, parallel=quarters.parallel, row_tokens=512)
+        return {"halves": halves, "copies of halves": copies, "rl of quarters": rl}
     plain = sft(model)
     both = {"model": plain.model, "parallel": plain.parallel}
     return {
@@ -57,27 +71,38 @@ def programs(model: Path) -> dict[str, TrainingCommand]:
 
 def save_forecasts(model: str, path: str) -> None:
     """Forecast the programs, the divisions, and a model by fewer of its layers; in a process without ranks."""
-    planner = Planner(sft(Path(model)).model, is_gpu=False)
-    found: dict[str, Any] = {name: planner.forecast(config, LOAD) for name, config in programs(Path(model)).items()}
-    config = Qwen3Config(hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=16, vocab_size=512, tie_word_embeddings=False,
-                         architectures=["Qwen3ForCausalLM"])  # fmt: skip
-    deep = Path(path).with_name("deep")
-    config.save_pretrained(deep)
-    planner = Planner(sft(deep).model, is_gpu=True)
+    fields: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+                              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+                              "tie_word_embeddings": False}  # fmt: skip
+    deep, *mixtures = (Path(path).with_name(name) for name in ("deep", EVEN, CHOSEN))
+    Qwen3Config(**fields).save_pretrained(deep)
+    for mixture, chosen, layers in zip(mixtures, (8, 2), (FEW, LAYERS), strict=True):
+        sizes = fields | {"num_hidden_layers": layers, "moe_intermediate_size": 32}
+        Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=chosen).save_pretrained(mixture)
+    found: dict[str, Any] = {"divided": {}, "whole": {}, "extended": {}}
+    for own in (Path(model), *mixtures):
+        planner = Planner(sft(own).model, is_gpu=False)
+        found |= {name: planner.forecast(config, LOAD) for name, config in programs(own).items()}
     bf16 = {"dtype": "bfloat16", "activation_checkpointing": True}
-    found["divided"] = {
-        name: planner.driven(sft(deep, ranks=4, **given | {"model": bf16 | given.get("model", {})}), LOAD, FEW)[0]
-        for name, given in DIVISIONS.items()
-    }
-    few = {count: planner.driven(sft(deep, model=bf16), LOAD, count)[0] for count in (6, 10, LAYERS)}
-    found["whole"], found["extended"] = few[LAYERS], extended(few[6], few[10], (6, 10), LAYERS)
+    planners = {own: Planner(sft(own).model, is_gpu=True) for own in (deep, mixtures[1])}
+    for name, given in DIVISIONS.items():
+        own = mixtures[1] if name == "experts" else deep
+        config = sft(own, ranks=4, **given | {"model": bf16 | given.get("model", {})})
+        found["divided"][name] = planners[own].driven(config, LOAD, FEW)[0]
+        if name in ("fsdp", "experts"):
+            config = config if name == "experts" else sft(deep, model=bf16)
+            few = {count: planners[own].driven(config, LOAD, count)[0] for count in (6, 10, LAYERS)}
+            found["whole"][name], found["extended"][name] = few[LAYERS], extended(few[6], few[10], (6, 10), LAYERS)
+    small = sft(mixtures[1], ranks=4, model=bf16, data={"micro_batch_size": 1})
+    found["ways"] = list(ways_out(planners[mixtures[1]], small, LOAD, 1 << 30, ""))
     torch.save(found, path)
 
 
-def _work(mesh: Mesh, model: Path, _: Path) -> dict[str, Any]:
+def _work(given: Mesh, model: Path, _: Path) -> dict[str, Any]:
     found = {}
     for name, config in programs(model).items():
+        size = given.world_size
+        mesh = join_mesh(config.parallel, rank=given.rank, world_size=size, device=given.device)
         tracker = StepTracker()
         with tracker.watching():
             policy = build_policy(config.model, mesh, seed=0)
@@ -96,4 +121,4 @@ def _work(mesh: Mesh, model: Path, _: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_on_ranks(_work)
+    run_on_ranks(_work, number=4 if Path(sys.argv[1]).name in (EVEN, CHOSEN) else 2)

@@ -239,6 +239,8 @@ def tell_forecast(
         print(f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all")
         return None
     print("\n".join(_described(found, config.model.compute_dtype)))
+    if config.parallel.expert_parallel > 1:
+        print("  assumed: all experts get equally many tokens; a rank with busier experts needs and sends more")
     peak = found.peak[1]
     if card is None:
         fits = [str(gb) for gb in CARDS_GB if peak.total + RESERVED_BYTES <= gb * 1e9]

@@ -10,7 +10,7 @@ from holdfast.config import RlConfig, SftConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.picked import PICKABLE
 from holdfast.config.rl import hand_down_shared
-from holdfast.config.training import LoraConfig, TrainingCommand
+from holdfast.config.training import LoraConfig, ParallelConfig, TrainingCommand
 from holdfast.errors import ConfigError
 from holdfast.launcher import forecast
 from holdfast.launcher.devices import keep_picks, settings_of_run
@@ -64,6 +64,10 @@ def test_a_step_that_fits(config: SftConfig, say: Say, capsys: pytest.CaptureFix
     assert "the backward pass, on each rank: 6.50 GiB (parameters 4.00, logits 2.50)" in told
     assert "a step 24 all-gathers (51.5 GB), 2 all-reduces (16 B)" in told
     assert "fits: 6.5 GiB and 2 GiB for CUDA and the allocator, of 22.4 GiB" in told
+    assert "assumed" not in told
+    config.parallel = ParallelConfig(num_ranks=8, expert_parallel=8, card_gb=24)
+    forecast_alone(config)
+    assert "  assumed: all experts get equally many tokens;" in capsys.readouterr().out
 
 
 def test_a_step_that_does_not_fit(config: SftConfig, say: Say) -> None:

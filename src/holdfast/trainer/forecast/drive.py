@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Room,
 from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.forecast.tracker import StepTracker
 from holdfast.trainer.mesh import Mesh, join_mesh
-from holdfast.trainer.model import attention
+from holdfast.trainer.model import attention, expert_parallel
 from holdfast.trainer.model.build import (
     build_hf_model,
     load_model_config,
@@ -99,17 +100,23 @@ class _NotDriven(HoldfastError):
 
 
 class _Unread(TorchDispatchMode):
-    """Gives zeros where a program reads a number, and equal shares of rows where ranks look for theirs."""
+    """Gives zeros where a program reads a number, and equal shares of rows where ranks look for theirs.
 
-    def __init__(self, parallel: ParallelConfig) -> None:
+    The place of this rank in a mesh of experts is the first.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self._share = parallel.sequence_parallel
+        self._share = mesh.sequence.size if mesh.sequence is not None else 1
+        self._experts = tuple(mesh.expert_mesh.shape) if mesh.expert_mesh is not None else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return np.zeros((), dtype=str(args[0].dtype).removeprefix("torch.").replace("bfloat", "float")).item()
         if func is torch.ops.aten.nonzero.default and self._share > 1 and args[0].ndim == 1:
             return args[0].new_empty((args[0].shape[0] // self._share, 1), dtype=torch.long)
+        if func is torch.ops.aten.nonzero.default and tuple(args[0].shape) == self._experts:
+            return args[0].new_zeros((1, args[0].ndim), dtype=torch.long)
         return func(*args, **(kwargs or {}))
 
 
@@ -118,8 +125,33 @@ class _Lists(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.tolist:
-            return np.zeros(tuple(args[0].shape)).tolist()
+            return np.zeros(tuple(args[0].shape), dtype=float if args[0].is_floating_point() else int).tolist()
         return func(*args, **(kwargs or {}))
+
+
+class _Numbers(TorchDispatchMode):
+    """Gives one number after the other where a program reads a number."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        self._numbers = iter(numbers)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return next(self._numbers)
+        return func(*args, **(kwargs or {}))
+
+
+class _EvenDispatch(expert_parallel.StableDispatch):
+    """Sends equal shares of the pairs of token and expert to all ranks, and gets as many."""
+
+    def _dispatch_tokens(
+        self, hidden_states: Tensor, top_k_index: Tensor, num_local_experts: int, ep_group: Any, ep_size: int
+    ) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+        pairs = top_k_index.numel()
+        share = [(pairs + rank) // ep_size for rank in range(ep_size)]
+        with _Numbers([*share, *share]):
+            return super()._dispatch_tokens(hidden_states, top_k_index, num_local_experts, ep_group, ep_size)
 
 
 class _Flash(torch.autograd.Function):
@@ -138,6 +170,17 @@ class _Flash(torch.autograd.Function):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **_settings: object) -> Tensor:
     return _Flash.apply(query, key, value)  # type: ignore[return-value]
+
+
+@contextmanager
+def _dispatching_evenly() -> Iterator[None]:
+    """Have the experts of models that are built in the block get equal shares."""
+    dispatch = expert_parallel.StableDispatch
+    expert_parallel.StableDispatch = _EvenDispatch  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        expert_parallel.StableDispatch = dispatch  # type: ignore[misc]
 
 
 @contextmanager
@@ -409,11 +452,12 @@ class Planner:
     """Drives steps of one model with any settings."""
 
     def __init__(self, model: TrainedModelConfig, *, is_gpu: bool) -> None:
-        """Find out the layout. Raise DataError if the model cannot be trained."""
+        """Find out the layout, and the experts to divide. Raise DataError if the model cannot be trained."""
         self._config = load_model_config(model.name)
         hf_model = _whole(model, self._config)
         self._kinds, self._is_gpu = _kinds(hf_model), is_gpu
         self._depths = depths(self._kinds)
+        self.experts = expert_parallel.number_of_experts(hf_model)
         like = _sample_kind(model, self._config, self._depths[0] if self._depths else len(self._kinds))
         like.layout = replace(like.layout, pair_cost=pair_cost(hf_model))  # which fills rows
         self._like = like
@@ -444,8 +488,6 @@ class Planner:
         config.model.compile = False  # which changes only the memory of activations
         if config.parallel.cpu_offload:
             raise _NotDriven("parallel.cpu_offload")
-        if config.parallel.expert_parallel > 1:
-            raise _NotDriven("parallel.expert_parallel")
         tracker, mkldnn, like = StepTracker(), torch.backends.mkldnn.enabled, self._like
         with ExitStack() as stack:
             name = stack.enter_context(_config_of(with_layers(self._config, count)))
@@ -455,9 +497,10 @@ class Planner:
                 stack.enter_context(_as_gpu())
             torch.backends.mkldnn.enabled = False  # it has layouts of its own
             stack.callback(setattr, torch.backends.mkldnn, "enabled", mkldnn)
-            for mode in (FakeTensorMode(allow_non_fake_inputs=True), _Unread(config.parallel), _Lists()):
+            for mode in (FakeTensorMode(allow_non_fake_inputs=True), _Unread(mesh), _Lists()):
                 stack.enter_context(mode)
             stack.enter_context(tracker.watching())
+            stack.enter_context(_dispatching_evenly())
             policy = build_policy(model, mesh, seed=0, weights=False, like=like)
             measured, averages = list[Policy](), None
             if isinstance(config, TrainerConfig):
@@ -479,7 +522,7 @@ _WAYS = 3
 
 def ways_out(planner: Planner, config: TrainingCommand, load: Load, room: Room, prefix: str) -> dict[str, int]:
     """Return the cheapest changes of settings with which a rank has room, and what it needs then."""
-    fitting = _fitting(planner, config, load, room, changes(config, load))
+    fitting = _fitting(planner, config, load, room, changes(config, load, experts=planner.experts))
     return {_flags(one.picked, prefix): one.peak[1].total for one in islice(fitting, _WAYS)}
 
 
@@ -505,11 +548,14 @@ def _fitting(
                 yield found
 
 
-def changes(config: TrainingCommand, load: Load, *, only: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+def changes(
+    config: TrainingCommand, load: Load, *, only: Collection[str] | None = None, experts: int = 0
+) -> Iterator[dict[str, Any]]:
     """Yield changes of settings by dotted key, the cheapest first.
 
     Args:
         only: settings that may change; None: all.
+        experts: which ranks can divide; 0: none.
     """
     less: dict[str, Any] = {}
     if not config.model.activation_checkpointing:
@@ -525,6 +571,12 @@ def changes(config: TrainingCommand, load: Load, *, only: Collection[str] | None
     yield from ({key: value} for key, value in less.items())
     if len(less) > 1:
         yield less
+    ranks = gcd(experts, config.parallel.world_size // config.parallel.replicas) if experts else 1
+    if ranks > 1 == config.parallel.expert_parallel and config.optim.type != "muon" and not config.model.compile:
+        divided = {"parallel.expert_parallel": ranks}
+        yield divided
+        if less:
+            yield less | divided
     is_wide = config.optim.moments_dtype == "float32" and config.optim.fits_bfloat16
     if only is None and config.model.lora is None and is_wide:
         narrow = {"optim.moments_dtype": "bfloat16"}

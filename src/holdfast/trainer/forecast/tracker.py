@@ -69,7 +69,7 @@ class StepTracker(TorchDispatchMode):
     def know(self, model: nn.Module, *, vocabulary: int) -> None:
         """Tell gradients and logits from other tensors by their shapes."""
         self.vocabulary = vocabulary
-        self.shapes = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1}
+        self.shapes = {_whole_shape(parameter) for parameter in model.parameters() if parameter.ndim > 1}
 
     def retag(self, tensors: Iterable[Tensor | None], tag: str) -> None:
         """Say what tensors are for that were made for something else."""
@@ -165,6 +165,14 @@ class StepTracker(TorchDispatchMode):
         before = self.peaks.get((self.phase, self.row))
         if before is None or self.now > before.total:
             self.peaks[self.phase, self.row] = Peak({tag: size for tag, size in self._by_tag.items() if size})
+
+
+def _whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, or of its experts on this rank, in a computation."""
+    mesh, shape = getattr(parameter, "device_mesh", None), tuple(parameter.shape)
+    if mesh is None or "ep" not in (mesh.mesh_dim_names or ()):
+        return shape
+    return shape[0] // mesh["ep"].size(), *shape[1:]
 
 
 def _maker(frame: FrameType | None) -> str:

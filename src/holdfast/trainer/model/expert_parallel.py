@@ -8,6 +8,7 @@ Shape legend: T tokens of a rank, K experts of a token, H hidden size, P = T * K
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -49,6 +50,20 @@ class StableDispatch(EpDispatchExpertsParallel):
         return tokens, ids.repeat_interleave(counts.flatten(), output_size=sum(received)), order_P, sent, received
 
 
+def _holders(hf_model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules that hold experts which ranks can divide, by name."""
+    plan = hf_model.ep_plan
+    if set(plan.values()) != {_SHARDED, _DISPATCHED}:
+        return {}
+    modules = hf_model.named_modules()
+    return {key: one for key, one in modules if plan.get(replace_layer_number_by_wildcard(key)) == _DISPATCHED}
+
+
+def number_of_experts(hf_model: PreTrainedModel) -> int:
+    """Return how many experts of a layer ranks can divide; 0: none."""
+    return gcd(*(len(parameter) for holder in _holders(hf_model).values() for parameter in holder.parameters()))
+
+
 def divide_experts(hf_model: PreTrainedModel, mesh: DeviceMesh, *, name: str) -> list[nn.Module]:
     """Divide the experts of a model over dimension `ep` of `mesh`; return the modules that hold experts.
 
@@ -58,14 +73,9 @@ def divide_experts(hf_model: PreTrainedModel, mesh: DeviceMesh, *, name: str) ->
     Raises:
         DataError: transformers has no plan for such models, or the ranks do not divide the number of experts.
     """
-    ranks, plan = mesh["ep"].size(), hf_model.ep_plan
+    ranks, holders = mesh["ep"].size(), _holders(hf_model)
     where = f"parallel.expert_parallel = {ranks}: "
-    holders = {
-        key: module
-        for key, module in hf_model.named_modules()
-        if plan.get(replace_layer_number_by_wildcard(key)) == _DISPATCHED
-    }
-    if not holders or set(plan.values()) != {_SHARDED, _DISPATCHED}:
+    if not holders:
         raise DataError(
             f"{where}transformers cannot send tokens of {type(hf_model).__name__} (model.name = '{name}') to experts "
             "on other ranks. Set parallel.expert_parallel = 1, which shards all parameters alike"
@@ -78,7 +88,7 @@ def divide_experts(hf_model: PreTrainedModel, mesh: DeviceMesh, *, name: str) ->
                     "parallel.expert_parallel to a divisor"
                 )
     ALL_PARALLEL_STYLES[_DISPATCHED] = StableDispatch()
-    apply_expert_parallelism(hf_model, mesh["ep"], None, plan)  # pyright: ignore[reportArgumentType] - no mesh of tensor parallelism
+    apply_expert_parallelism(hf_model, mesh["ep"], None, hf_model.ep_plan)  # pyright: ignore[reportArgumentType] - no mesh of tensor parallelism
     for key, module in holders.items():
         for own, parameter in module.named_parameters():
             if not isinstance(parameter, DTensor):

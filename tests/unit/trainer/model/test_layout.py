@@ -26,7 +26,7 @@ from holdfast.trainer.model import packing_check
 from holdfast.trainer.model.attention import packed_attention
 from holdfast.trainer.model.build import naming_failures
 from holdfast.trainer.model.context_parallel import RowSlice, reason_against
-from holdfast.trainer.model.expert_parallel import StableDispatch, divide_experts
+from holdfast.trainer.model.expert_parallel import StableDispatch, divide_experts, number_of_experts
 from holdfast.trainer.model.packing_check import PACKED, Layout, find_layout
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.structure import decoder_layers, decoder_of, has_plain_head, longest_sample, pair_cost
@@ -214,6 +214,7 @@ def test_experts_that_cannot_be_divided_are_refused(
     config = AutoConfig.from_pretrained(tiny_model(kind, **(MIXTURE if kind == "qwen3_moe" else {})))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    assert number_of_experts(model) == (4 if kind == "qwen3_moe" else 0)
     model.ep_plan.update(rules)
     own = init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep"))
     given: Any = own if ranks == mesh.world_size else {"ep": SimpleNamespace(size=lambda: ranks)}
