@@ -110,12 +110,14 @@ class Measurement:
             path = publisher.publish(version) / "model.safetensors"
             taken.append(time.perf_counter() - begin)
             more.append(peak_bytes(psutil.Process()) - before)
-            written = path.read_bytes()
+            written, copy = path.read_bytes(), self.run_dir.path / "raw"
             begin = time.perf_counter()
-            with open(self.run_dir.path / "raw", "wb", buffering=0) as file:
+            with open(copy, "xb") as file:
                 file.write(written)
+                file.flush()
                 os.fsync(file.fileno())
             raw.append(time.perf_counter() - begin)
+            copy.unlink()
             size = len(written)
             del written
             publisher.prune(set())

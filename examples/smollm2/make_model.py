@@ -70,7 +70,7 @@ def convert(file: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from holdfast.trainer.model.tensor_names import mode_of_new_files
+    from holdfast.trainer.model.safetensors_files import mode_of_new_files
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -39,7 +39,8 @@ def test_ranks_need_and_send_what_was_forecast(program: str, found: Found) -> No
     forecast = forecasts[program]
     for rank in [rank[program] for rank in ranks if program in rank]:
         # 0.2 % apart on an idle machine. On a busy machine buffers are freed later, beside those of the next layer.
-        assert rank["peak"] == pytest.approx(forecast.peak[1].total, rel=0.1)
+        peak = forecast.peak[1]
+        assert 0.95 * peak.total <= rank["peak"] <= 1.1 * peak.total + peak.parts.get("gathered", 0)
         assert rank["sent"] == {kind: calls for kind, (calls, _) in forecast.of_step.kinds.items()}
 
 

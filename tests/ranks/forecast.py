@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from holdfast.config import SftConfig, TrainerConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.training import TrainingCommand
-from holdfast.run.forecast import Load, extended
+from holdfast.run.forecast import Load, Room, extended
 from holdfast.trainer.forecast.drive import Planner, drive, ways_out
 from holdfast.trainer.forecast.tracker import StepTracker, collective_of
 from holdfast.trainer.mesh import Mesh, join_mesh
@@ -43,6 +43,7 @@ def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfi
             "parallel": {"num_ranks": ranks} | given.get("parallel", {}),
             "data": data | given.get("data", {}),
             "optim": given.get("optim", {}),
+            "max_steps": 1,
         }
     )
 
@@ -94,7 +95,7 @@ def save_forecasts(model: str, path: str) -> None:
             few = {count: planners[own].driven(config, LOAD, count)[0] for count in (6, 10, LAYERS)}
             found["whole"][name], found["extended"][name] = few[LAYERS], extended(few[6], few[10], (6, 10), LAYERS)
     small = sft(mixtures[1], ranks=4, model=bf16, data={"micro_batch_size": 1})
-    found["ways"] = list(ways_out(planners[mixtures[1]], small, LOAD, 1 << 30, ""))
+    found["ways"] = list(ways_out(planners[mixtures[1]], small, LOAD, Room(1 << 30), ""))
     torch.save(found, path)
 
 

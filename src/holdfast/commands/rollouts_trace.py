@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from holdfast.errors import ConfigError, InferenceError
+from holdfast.errors import CheckpointError, ConfigError, DataError, InferenceError
 from holdfast.launcher.liveness import opener
 from holdfast.protocol.inference import (
     GENERATE_ROUTE,
@@ -19,7 +20,9 @@ from holdfast.protocol.inference import (
     ServedWeights,
 )
 from holdfast.protocol.rollouts import Rollout, VersionSpan, decode_packed
+from holdfast.run.manifest import read_manifest
 from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import listed_digest
 from holdfast.view.rollout_text import find_batch, read_batch_at, sampler_of, shown_text, text_of
 from holdfast.view.tables import Grid, Report, number
 
@@ -45,7 +48,7 @@ def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) 
             "start": span.start,
             "end": span.end,
             "version": span.version,
-            "weights": str(weights) if (weights := run_dir.weights_of(span.version)).exists() else None,
+            "weights": _kept(run_dir.weights_of(span.version), digests[span.version]),
             "weights_digest": digests[span.version],
             "request": msgspec.to_builtins(_request(rollout, span, digests[span.version])),
             "text": text.decode(ids := rollout.token_ids[span.start : span.end].tolist()),
@@ -101,6 +104,14 @@ def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) 
     of_others = f"; {len(parts) - len(known)} are of other weights" if len(known) < len(parts) else ""
     again = f"{server} samples the same tokens in {len(known) - len(problems)} of {len(known)} parts{of_others}"
     return Report(document | {"server": server, "problems": problems}, [*shown, again], problems)
+
+
+def _kept(weights: Path, digest: str) -> str | None:
+    """Return the place of weights; None where there are none, or others, such as of another attempt."""
+    try:
+        return str(weights) if listed_digest(read_manifest(weights), weights) == digest else None
+    except (CheckpointError, DataError, OSError):
+        return None
 
 
 def _asked(server: str, route: str, body: bytes | None, kind: type[_Answer]) -> _Answer:

@@ -223,10 +223,9 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     return host, port or _RDZV_PORT
 
 
-MAX_BFLOAT16_DECAY = 1 - 2**-8
-"""With slower decay a moment in bfloat16 stops before it is 0. Without gradients a step takes the share 1 - decay off
-the moment m 2^e, with 1 <= m < 2. Rounding to the nearest moves an m above 1 only if (1 - decay) m exceeds half a unit,
-2^-8. With a decay of 1 - 2^-9 or more, no m moves."""
+MAX_BFLOAT16_DECAY = 0.96
+"""A moment v in bfloat16 stands still where a step changes it by less than half a unit, 2^-8 v at most. Its target must
+then differ by the share 2^-8 / (1 - decay): 8 % of v at the default 0.95, a tenth here, four times v at 0.999."""
 
 
 class OptimConfig(Section):
@@ -250,7 +249,7 @@ class OptimConfig(Section):
 
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of AdamW's two moments and Muon's momentum in memory and in checkpoints. `bfloat16` halves their bytes, as
-    in DeepSeek-V3. Steps are computed in float32. It needs decay rates of at most 0.996 (docs/memory.md)."""
+    in DeepSeek-V3. Steps are computed in float32. It needs decay rates of at most 0.96 (docs/memory.md)."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
@@ -285,7 +284,7 @@ class OptimConfig(Section):
         if self.moments_dtype == "bfloat16" and not self.fits_bfloat16:
             given = f"betas = {list(self.betas)}" + f" and momentum = {self.momentum:g}" * (self.type == "muon")
             raise ValueError(
-                f"moments_dtype = 'bfloat16' needs decay rates of at most {MAX_BFLOAT16_DECAY:.3f}, got {given}: a "
+                f"moments_dtype = 'bfloat16' needs decay rates of at most {MAX_BFLOAT16_DECAY:g}, got {given}: a "
                 "step changes a slower moment by less than bfloat16 can hold, and the moment stands still. Lower the "
                 "rate, or leave moments_dtype out"
             )

@@ -235,6 +235,10 @@ def _views(content: np.ndarray, header_bytes: int) -> dict[str, torch.Tensor] | 
         header = content[8:begin].tobytes().decode()
         entries = transfer.entries_of(transfer.PlannedFile("", header))
         is_whole = not entries or begin + entries[-1].end == len(content)
+        sizes = [size for entry in entries for size in entry.shape]
+        is_plain = "__metadata__" not in header or '"__metadata__":{"format":"pt"}' in header
+        if not is_plain or not all(type(size) is int and size >= 0 for size in sizes):
+            return None
         if begin % 8 or not is_whole or any(entry.dtype not in FLOATS for entry in entries):
             return None
         data = torch.from_numpy(content)[begin:]

@@ -51,7 +51,7 @@ def orthogonalize(matrix_OI: Tensor) -> Tensor:
 
 
 class CompactAdamW(torch.optim.AdamW):
-    """AdamW that holds its two moments in bfloat16 (DeepSeek-AI 2024, DeepSeek-V3, section 3.3.2).
+    """AdamW that holds its two moments in bfloat16 (DeepSeek-AI 2024, DeepSeek-V3).
 
     A step widens the moments of one parameter at a time to float32, in which torch computes the step and changes the
     parameter. Then the moments are rounded to the nearest.
@@ -71,6 +71,7 @@ class CompactAdamW(torch.optim.AdamW):
             state |= initial_moments(self, parameter)
         tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
         own, slope, first, second = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
+        assert (own.dtype, first.dtype, second.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
         wide_first, wide_second = first.float(), second.float()
         beta1, beta2 = group["betas"]
         adamw(

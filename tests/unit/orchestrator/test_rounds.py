@@ -1,6 +1,7 @@
 """Batches that are made in rounds: they depend on seeds and tokens alone, whatever is slow or killed."""
 
 import random
+import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -119,10 +120,12 @@ def test_a_trace_asks_a_server_again_and_names_what_it_samples_instead(
         with pytest.raises(InferenceError, match="no token of this rollout. .*--model.name .*step_0` serves"):
             again(step="1")
         weights.rename(tmp_path / "removed")
-        with pytest.raises(InferenceError, match="no token of this rollout. .*removed"):
-            again(step="1")
-        parts = trace(RunDir(tmp_path), step="1", index=1).document["parts"]
-        assert [part["weights"] for part in parts] == [None]
+        for _ in range(2):  # without weights, and with those of another version in their place
+            with pytest.raises(InferenceError, match="no token of this rollout. .*removed"):
+                again(step="1")
+            parts = trace(RunDir(tmp_path), step="1", index=1).document["parts"]
+            assert [part["weights"] for part in parts] == [None]
+            shutil.copytree(RunDir(tmp_path).weights_of(1), weights, dirs_exist_ok=True)
         engine.alter = lambda body: body["choices"][0].update(token_ids=[9])
         changed = again(step="2")
     assert changed.exit_code == 1 and "samples [[9]]" in changed.problems[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from holdfast.errors import DataError
 from holdfast.protocol import transfer
 from holdfast.protocol.transfer import TensorEntry
 from holdfast.run.manifest import FileEntry
@@ -21,6 +23,7 @@ SINGLE_NAME = "model.safetensors"
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
     torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
 }  # fmt: skip
 
 
@@ -33,7 +36,10 @@ class SafetensorsFile:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the file of named tensors."""
+        """Return the file of named tensors. Raise DataError if a dtype cannot be written."""
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _DTYPES:
+                raise DataError(f"tensor '{name}' has dtype {tensor.dtype}, which no weights are written in")
         entries: list[TensorEntry] = []
         at = 0
         order = transfer.in_file_order((name, _DTYPES[tensor.dtype]) for name, tensor in tensors.items())
@@ -66,6 +72,13 @@ class SafetensorsFile:
         yield transfer.header_bytes(transfer.encode_header(self.entries))
         for tensor in self.tensors:
             yield bytes_of(tensor).numpy().data
+
+
+def mode_of_new_files() -> int:
+    """Return the mode that `open` gives a new file in this process; safetensors lets nobody else read."""
+    # `os.umask` would change the umask for other threads.
+    umask = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 0o666 & ~int(umask[1], 8) if umask else 0o600
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

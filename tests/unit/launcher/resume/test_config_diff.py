@@ -189,6 +189,7 @@ def test_parts_without_tensors_may_come_and_go() -> None:
     older = settings_of(plain)
     del older["optim"]["moments_dtype"]
     refuse_other_tensors(older, plain, step=5)
+    assert compare_settings(older, settings_of(plain)).describe("rl", "before") == []
     critics = (_CRITIC | {"critic": {"lam": lam}, "kl": {"refresh_interval": int(10 * lam)}} for lam in (0.9, 1.0))
     one, other = map(TrainerConfig.model_validate, critics)
     refuse_other_tensors(settings_of(one), other, step=5)

@@ -79,10 +79,12 @@ def test_the_tensors_of_a_file_are_the_bytes_that_were_read(tmp_path: Path) -> N
     header, data = json.loads(content[8 : -10 * 4]), content[-10 * 4 :]
 
     def write(text: str, more: bytes = b"") -> None:
+        text += " " * (-len(text.encode()) % 8)
         path.write_bytes(len(text.encode()).to_bytes(8, "little") + text.encode() + data + more)
 
     for spaces in range(9):  # at any place in the file
-        write(json.dumps(header) + " " * spaces)
+        text = json.dumps(header) + " " * spaces
+        path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + data)
         read = read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32).tensors
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     for change in (
@@ -91,7 +93,10 @@ def test_the_tensors_of_a_file_are_the_bytes_that_were_read(tmp_path: Path) -> N
     ):  # fmt: skip
         write(json.dumps(header | {"b": header["b"] | change}))
         _refused(tmp_path, "is not a whole safetensors file")
-    for text, more in ((json.dumps(header), b"1234"), ("[]", b""), (json.dumps(header)[:-1], b"")):
+    for text, more in (
+        (json.dumps(header), b"1234"), ("[]", b""), (json.dumps(header)[:-1], b""),
+        (json.dumps(header | {"__metadata__": 3}), b""), (json.dumps(header | {"__metadata__": {"format": 3}}), b""),
+    ):  # fmt: skip
         write(text, more)
         _refused(tmp_path, "is not a whole safetensors file")
 
