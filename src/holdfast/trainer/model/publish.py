@@ -114,7 +114,7 @@ class WeightPublisher:
                 (temporary / CANARY_NAME).write_bytes(canary)
             files = manifest.describe_files(temporary, known=written)
             listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
-            # Of the bytes handed to the disk: an engine that reads others refuses them.
+            # The disk was handed bytes with these digests. An engine that reads other bytes refuses them.
             assert offered in (None, listed_digest(listing, temporary)), "other weights were offered than written"
             manifest.write_manifest(temporary, listing)
             if final.exists():
