@@ -27,6 +27,7 @@ from holdfast.run.manifest import Manifest, describe_files, write_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
 from holdfast.trainer.model import weight_offers
+from holdfast.trainer.model.safetensors_files import SafetensorsFile
 from holdfast.trainer.model.weight_offers import WeightOffers
 from tests.forking.engines import ServerHandle, config_of, start_server
 from tests.forking.popen import Engine
@@ -362,16 +363,16 @@ def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Pat
 
 def _offer(run_dir: RunDir, model: Path, version: int, cut: int | None, blow: signal.Signals) -> None:
     """Offer a model tensor by tensor, as a trainer does, and send this process `blow` in front of tensor `cut`."""
-    groups = weight_offers._File.groups
+    groups = weight_offers._groups_of
 
-    def groups_until(file: weight_offers._File) -> Iterator[torch.Tensor]:
+    def groups_until(file: SafetensorsFile) -> Iterator[torch.Tensor]:
         for index, part in enumerate(groups(file)):
             if index == cut:
                 os.kill(os.getpid(), blow)
             yield part
 
     weight_offers._GROUP_BYTES = 1
-    weight_offers._File.groups = groups_until  # type: ignore[method-assign]
+    weight_offers._groups_of = groups_until
     with WeightOffers(run_dir, WeightsConfig(stall_timeout_s=HANG_S), torch.device("cpu")) as offers:
         offers.offer(version, list(load_file(model / "model.safetensors").items()))
         signal.pause()
