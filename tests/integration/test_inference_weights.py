@@ -394,7 +394,9 @@ def _transfer(
         offer = msgspec.json.decode(run_dir.offer.read_bytes(), type=Offer)
         if blow == signal.SIGSTOP:
             offer = msgspec.structs.replace(offer, stall_timeout_s=1.0)
-        request = UpdateRequest("/nowhere", client.version, transfer=Transfer(offer, num_members=2, first_rank=1))
+        request = UpdateRequest(
+            "/nowhere", client.version, transfer=Transfer(offer, num_members=2, first_rank=1, attempt="1")
+        )
         return client.http.post("/update_weights", content=msgspec.json.encode(request), headers=_JSON)
     finally:
         process.kill()
@@ -421,7 +423,7 @@ def test_an_offer_that_is_gone_changes_nothing(client: Client, tmp_path: Path) -
     client.push(client.models / "a")
     weights = client.weights()
     offer = Offer(9, "0" * 32, f"127.0.0.1:{free_port()}", HANG_S)
-    request = UpdateRequest("/nowhere", 9, transfer=Transfer(offer, num_members=2, first_rank=1))
+    request = UpdateRequest("/nowhere", 9, transfer=Transfer(offer, num_members=2, first_rank=1, attempt="1"))
     response = client.http.post("/update_weights", content=msgspec.json.encode(request), headers=_JSON)
     assert response.status_code == 409
     assert re.search("the offer of version 9 at .* cannot be taken: .*refused", response.json()["error"])

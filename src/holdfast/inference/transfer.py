@@ -76,9 +76,9 @@ class Incoming:
                 device = torch.device("cpu")
             elif plan.device != device.type:
                 raise DataError(f"{where} is sent from '{plan.device}', and this engine is on '{device.type}'")
-            members = str(wanted.num_members)
+            members = transfer.encode_members(wanted)
             if (agreed := store.compare_set(transfer.MEMBERS_KEY, "", members).decode()) != members:
-                raise DataError(f"{where} is not open any more: '{agreed}', asked for were {members} members")
+                raise DataError(f"{where} is not open any more: '{agreed}', asked for was '{members}'")
             group = _open_group(store, rank, wanted.num_members, device, timeout)
         except (OSError, RuntimeError, ValueError) as error:
             raise DataError(f"{where} cannot be taken: {str(error).partition(chr(10))[0]}") from None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -239,7 +240,7 @@ async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer:
     """
 
     async def join(engine: Engine, first_rank: int) -> None:
-        transfer = Transfer(offer, num_members=num_members, first_rank=first_rank)
+        transfer = Transfer(offer, num_members=num_members, first_rank=first_rank, attempt=attempt)
         await engine.update_weights(UpdateRequest(str(weights.path), weights.version, owner, transfer))
 
     def failed(results: Sequence[object]) -> bool:
@@ -252,7 +253,7 @@ async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer:
 
     served = await asyncio.gather(*(engine.served() for engine in engines), return_exceptions=True)
     first_ranks: dict[Engine, int] = {}
-    num_members = 1  # the trainer
+    num_members, attempt = 1, secrets.token_hex(8)  # the trainer
     for engine, found in zip(engines, served, strict=True):
         if not isinstance(found, BaseException) and (found.version, found.digest) != (weights.version, weights.digest):
             first_ranks[engine] = num_members

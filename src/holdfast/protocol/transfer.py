@@ -46,10 +46,16 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an engine takes part in a transfer: its workers have the ranks from `first_rank` on, of `num_members`."""
+    """How an engine takes part in a transfer: its workers have the ranks from `first_rank` on, of `num_members`.
+
+    Attributes:
+        attempt: another text each time that an orchestrator tries, so that nobody joins the group of an attempt whose
+            orchestrator died.
+    """
 
     offer: Offer
     num_members: int
+    attempt: str
     first_rank: int
 
 
@@ -135,6 +141,16 @@ def groups_of(entries: Sequence[TensorEntry], *, most_bytes: int) -> Iterator[li
         group.append(entry)
     if group:
         yield group
+
+
+def encode_members(wanted: Transfer) -> str:
+    """Return the value of `MEMBERS_KEY` for the group of one attempt."""
+    return f"{wanted.num_members} {wanted.attempt}"
+
+
+def members_of(value: str) -> int:
+    """Return how many members the group of a value of `MEMBERS_KEY` has."""
+    return int(value.partition(" ")[0])
 
 
 def received_key(rank: int) -> str:

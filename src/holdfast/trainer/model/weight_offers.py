@@ -148,7 +148,7 @@ class _Sending:
             self._store.wait([transfer.MEMBERS_KEY], _FOREVER)
             members = self._store.get(transfer.MEMBERS_KEY).decode()
             if members != transfer.CLOSED:
-                self._send(int(members))
+                self._send(transfer.members_of(members))
         except RuntimeError as error:  # of torch.distributed: a member is gone, or stands still
             reason = str(error).partition("\n")[0]
             _log.warning("version %d was not sent to all engines, which get its files: %s", self._version, reason)

@@ -54,8 +54,19 @@ def tensors(seed: int = 0) -> list[tuple[str, Tensor]]:
     return [(name, torch.randn(4, 3, generator=generator)) for name in NAMES]
 
 
-def join(offer: Offer, rank: int = 1, num_members: int = 2, architecture: Architecture = ARCHITECTURE) -> Incoming:
-    return Incoming.join(Transfer(offer, num_members, rank), rank=0, architecture=architecture, device=CPU)
+def join(
+    offer: Offer,
+    rank: int = 1,
+    num_members: int = 2,
+    architecture: Architecture = ARCHITECTURE,
+    attempt: str = "first",
+) -> Incoming:
+    return Incoming.join(
+        Transfer(offer, num_members=num_members, first_rank=rank, attempt=attempt),
+        rank=0,
+        architecture=architecture,
+        device=CPU,
+    )
 
 
 def receive(incoming: Incoming, architecture: Architecture = ARCHITECTURE) -> dict[str, Tensor]:
@@ -133,8 +144,9 @@ def test_an_offer_is_refused_before_anything_is_sent(offers: WeightOffers, tmp_p
     for sending in offers._sent:
         sending.join()
         assert sending.is_alive or not sending._files, "a copy of the model stays"
-    with pytest.raises(DataError, match="is not open any more: '2', asked for were 3 members"):
-        join(second, num_members=3)
+    for other in ({"num_members": 3}, {"attempt": "second"}):  # such as of an orchestrator that was started again
+        with pytest.raises(DataError, match="is not open any more: '2 first', asked for was '"):
+            join(second, **other)
 
 
 def test_a_sender_that_fails_or_stands_still_is_noticed(
