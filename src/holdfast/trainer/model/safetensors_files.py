@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -52,20 +52,19 @@ class SafetensorsFile:
 
     def describe(self) -> FileEntry:
         """Return size and checksum, as `holdfast.run.manifest` finds them on the disk."""
-        checksum, size = xxhash.xxh3_128(), 0
-        for part in self._parts():
-            checksum.update(part)
-            size += len(part)
-        return FileEntry(size, checksum.hexdigest())
+        return self._entry(lambda _: None)
 
     def write(self, path: Path) -> FileEntry:
         """Write a new file; return its size and checksum."""
-        checksum, size = xxhash.xxh3_128(), 0
         with open(path, "xb") as file:
-            for part in self._parts():
-                file.write(part)
-                checksum.update(part)
-                size += len(part)
+            return self._entry(file.write)
+
+    def _entry(self, take: Callable[[bytes | memoryview], object]) -> FileEntry:
+        checksum, size = xxhash.xxh3_128(), 0
+        for part in self._parts():
+            take(part)
+            checksum.update(part)
+            size += len(part)
         return FileEntry(size, checksum.hexdigest())
 
     def _parts(self) -> Iterator[bytes | memoryview]:
