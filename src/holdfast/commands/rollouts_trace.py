@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from holdfast.protocol.inference import (
 from holdfast.protocol.rollouts import Rollout, VersionSpan, decode_packed
 from holdfast.run.manifest import read_manifest
 from holdfast.run.run_dir import RunDir
-from holdfast.run.weights import listed_digest
+from holdfast.run.weights import holds_adapter, listed_digest
 from holdfast.view.rollout_text import find_batch, read_batch_at, sampler_of, shown_text, text_of
 from holdfast.view.tables import Grid, Report, number
 
@@ -92,8 +93,7 @@ def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) 
     served = _asked(server, WEIGHTS_ROUTE, None, ServedWeights).digest
     known = [part for part in parts if part["weights_digest"] == served]
     if not known:
-        kept = [part["weights"] for part in parts if part["weights"]]
-        way = f"`inference --model.name {kept[-1]}` serves weights that did." if kept else "Those that did are removed."
+        way = way_to([part["weights"] for part in parts if part["weights"]])
         raise InferenceError(f"{server} serves weights that sampled no token of this rollout. {way}")
     problems = []
     for part in known:
@@ -104,6 +104,15 @@ def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) 
     of_others = f"; {len(parts) - len(known)} are of other weights" if len(known) < len(parts) else ""
     again = f"{server} samples the same tokens in {len(known) - len(problems)} of {len(known)} parts{of_others}"
     return Report(document | {"server": server, "problems": problems}, [*shown, again], problems)
+
+
+def way_to(kept: Sequence[str]) -> str:
+    """Return how the user gets a server with the last of the weights that are `kept`."""
+    if not kept:
+        return "Those that did are removed."
+    if holds_adapter(Path(kept[-1])):
+        return f"{kept[-1]}, which did, is an adapter: only servers of the run sample with it."
+    return f"`inference --model.name {kept[-1]}` serves weights that did."
 
 
 def _kept(weights: Path, digest: str) -> str | None:

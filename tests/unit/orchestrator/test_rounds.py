@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast import Message, TaskSeed
-from holdfast.commands.rollouts_trace import trace
+from holdfast.commands.rollouts_trace import trace, way_to
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, InferenceError
 from holdfast.orchestrator.env.interface import Score, Session, Task
@@ -19,6 +19,7 @@ from holdfast.orchestrator.state import read_state
 from holdfast.protocol.rollouts import Rollout
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
+from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from holdfast.trainer.rl.accounting import check_tasks
 from tests.runs.environments import TwoTurns
 from tests.servers.orchestrator_fakes import (
@@ -126,6 +127,9 @@ def test_a_trace_asks_a_server_again_and_names_what_it_samples_instead(
             parts = trace(RunDir(tmp_path), step="1", index=1).document["parts"]
             assert [part["weights"] for part in parts] == [None]
             shutil.copytree(RunDir(tmp_path).weights_of(1), weights, dirs_exist_ok=True)
+        for name in (ADAPTER_NAME, ADAPTER_CONFIG_NAME):  # no server can be started with it
+            (weights / name).touch()
+        assert "is an adapter" in way_to([str(weights)])
         engine.alter = lambda body: body["choices"][0].update(token_ids=[9])
         changed = again(step="2")
     assert changed.exit_code == 1 and "samples [[9]]" in changed.problems[0]
