@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -22,10 +23,10 @@ from holdfast.config.resolved import (
 )
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import TrainingCommand
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launcher.devices import gpus_per_engine, keep_picks, settings_of_run
 from holdfast.launcher.preflight import check_in_child
-from holdfast.run.forecast import GIB, RUNNING_BYTES, Collectives, Engine, Forecast, Load, NoForecast, Peak, Room
+from holdfast.run.forecast import GIB, RUNNING_BYTES, Collectives, EngineSize, Forecast, Load, NoForecast, Peak, Room
 from holdfast.run.inputs import check_model_path, count_parameters, in_short
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import size
@@ -67,10 +68,10 @@ class PlannedEngine:
         return weights, self.share * card - weights - RUNNING_BYTES - session, session
 
     @property
-    def size(self) -> Engine:
+    def size(self) -> EngineSize:
         """The size of each engine."""
         width = 4 if self.config.model.dtype == "float32" else 2
-        return Engine(width, self.config.engine.tensor_parallel_size, self.config.model.max_len)
+        return EngineSize(width, self.config.engine.tensor_parallel_size, self.config.model.max_len)
 
     @property
     def share(self) -> float:
@@ -168,7 +169,7 @@ def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> 
     if not room.fits(found):
         print("\n".join(_described(found, planned.model.compute_dtype)))
         shared, offload = least * room.card / 100, "--trainer.parallel.cpu-offload"
-        _check_trainer(found, room.card, room.left(found.step), shared, offload=offload)
+        _trainer_line(found, room.card, room.left(found.step), shared, offload=offload)  # raises
     set_values(trainer, found.picked)
     trainer.picked = [*trainer.picked, *found.picked]
     for key, value in found.picked.items():
@@ -218,10 +219,36 @@ def forecast_beside(
     tell_forecast(asked, load or Load(), card, prefix=prefix, engine=engine if card is not None else None)
 
 
+def forecast_meanwhile(
+    config: TrainingCommand,
+    card: float | None,
+    load: Load | None = None,
+    *,
+    prefix: str = "",
+    engine: PlannedEngine | None = None,
+) -> None:
+    """Print the forecast of a run on GPUs as soon as it is known, by a thread, while the run starts.
+
+    What does not fit is a warning: a run may take less than the most that is calculated.
+    """
+
+    def tell(config: TrainingCommand) -> None:
+        lines: list[str] = []
+        try:
+            lines += _plan_lines(config, load or Load(), card, prefix=prefix, engine=engine)
+        except ConfigError as error:
+            lines.append(f"warning: {error} The run goes on.")
+        except HoldfastError as error:
+            lines.append(f"plan: none: {str(error).partition('. ')[0]}")
+        print("\n".join(lines), flush=True)
+
+    Thread(target=tell, args=(config.model_copy(deep=True),), name="plan", daemon=True).start()
+
+
 def tell_forecast(
     config: TrainingCommand, load: Load, card: float | None, *, prefix: str = "", engine: PlannedEngine | None = None
-) -> Forecast | None:
-    """Print what a step needs on each rank, beside what its GPU has. None: it cannot be driven.
+) -> None:
+    """Print what a step needs on each rank, beside what its GPU has, or why it cannot be driven.
 
     Args:
         card: bytes of each GPU; None: not known.
@@ -229,6 +256,13 @@ def tell_forecast(
     Raises:
         ConfigError: something does not fit, with ways out.
     """
+    for line in _plan_lines(config, load, card, prefix=prefix, engine=engine):
+        print(line)
+
+
+def _plan_lines(
+    config: TrainingCommand, load: Load, card: float | None, *, prefix: str, engine: PlannedEngine | None
+) -> Iterator[str]:
     config = _on_gpu(config)
     shared = 0.0
     if card is not None and engine is not None and engine.shares:
@@ -236,30 +270,28 @@ def tell_forecast(
     room = Room(int(card or 0), int(RESERVED_BYTES + shared))
     found = (engine and engine.found) or _driven(config, load, room, prefix)
     if isinstance(found, NoForecast):
-        print(f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all")
-        return None
-    print("\n".join(_described(found, config.model.compute_dtype)))
+        yield f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all"
+        return
+    yield from _described(found, config.model.compute_dtype)
     if config.parallel.expert_parallel > 1:
-        print("  assumed: all experts get equally many tokens; a rank with busier experts needs and sends more")
+        yield "  assumed: all experts get equally many tokens; a rank with busier experts needs and sends more"
     peak = found.peak[1]
     if card is None:
         fits = [str(gb) for gb in CARDS_GB if peak.total + RESERVED_BYTES <= gb * 1e9]
         told = f"it fits GPUs of {', '.join(fits)} GB" if fits else f"it fits no GPU of {CARDS_GB[-1]} GB"
-        print(f"  with {_RESERVED} {told}; which GPU it will be is not known")
-        return found
-    _check_trainer(found, card, room.left(found.step), shared, offload=f"--{prefix}parallel.cpu-offload")
+        yield f"  with {_RESERVED} {told}; which GPU it will be is not known"
+        return
+    yield _trainer_line(found, card, room.left(found.step), shared, offload=f"--{prefix}parallel.cpu-offload")
     if engine is not None:
-        _check_engine(found, card, engine)
-    return found
+        yield _engine_line(found, card, engine)
 
 
-def _check_trainer(found: Forecast, card: float, limit: int, shared: float, *, offload: str) -> None:
+def _trainer_line(found: Forecast, card: float, limit: int, shared: float, *, offload: str) -> str:
     peak, has = found.peak[1], card / GIB
     beside = f" and {shared / GIB:.1f} GiB for the engine" if shared else ""
     sums = f"{_RESERVED}{beside}, of {has:.1f} GiB"
     if (tag := _first_too_large(peak, limit)) is None:
-        print(f"  fits: {peak.total / GIB:.1f} GiB and {sums}")
-        return
+        return f"  fits: {peak.total / GIB:.1f} GiB and {sums}"
     ways = [f"{flags}: {needed / GIB:.1f} GiB" for flags, needed in found.ways.items()]
     tried = "Ways out, the cheapest first:" if ways else "None of the changes that were tried makes it fit."
     out = "\n         ".join([tried, *ways, f"Not calculated: {offload}, with parameters and optimizer on the host."])
@@ -269,7 +301,7 @@ def _check_trainer(found: Forecast, card: float, limit: int, shared: float, *, o
     )
 
 
-def _check_engine(found: Forecast, card: float, engine: PlannedEngine) -> None:
+def _engine_line(found: Forecast, card: float, engine: PlannedEngine) -> str:
     weights, left, session = engine.room(found, card)
     given, longest = f"{engine.share * card / GIB:.1f} GiB", f"{engine.config.model.max_len:,} tokens"
     of = f"{given} ({engine.share:g} of {'the shared' if engine.shares else 'each'} GPU)"
@@ -283,7 +315,7 @@ def _check_engine(found: Forecast, card: float, engine: PlannedEngine) -> None:
         )
     cache = f"{(left + session) / GIB:.1f} GiB of cache"
     sessions = f", for {(left + session) / session:,.0f} sessions of {longest}" if session else ""
-    print(f"  engine: {weights / GIB:.1f} GiB of weights and {cache}{sessions}, of {of}")
+    return f"  engine: {weights / GIB:.1f} GiB of weights and {cache}{sessions}, of {of}"
 
 
 def _driven(config: TrainingCommand, load: Load, room: Room, prefix: str) -> Forecast | NoForecast:

@@ -39,7 +39,14 @@ from holdfast.launcher.devices import (
     with_engines,
 )
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
-from holdfast.launcher.forecast import PlannedEngine, fit_gpu, forecast_alone, forecast_beside, load_of
+from holdfast.launcher.forecast import (
+    PlannedEngine,
+    fit_gpu,
+    forecast_alone,
+    forecast_beside,
+    forecast_meanwhile,
+    load_of,
+)
 from holdfast.launcher.inference_servers import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
@@ -124,6 +131,8 @@ def launch_training(config: TrainingCommand) -> int:
     if config.parallel.nodes > 1 and not config.dry_run:
         print(describe(placement, chosen))
         print(summary(config, survey))
+        if placement.trainer:
+            forecast_meanwhile(config, _card(placement))
         return launch_on_nodes(config, rank=rank, environment=environment)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
@@ -143,6 +152,8 @@ def launch_training(config: TrainingCommand) -> int:
         _print_plan(plan)
         forecast_beside(config if placement.trainer else asked, _card(placement))
         return 0
+    if placement.trainer:
+        forecast_meanwhile(config, _card(placement))
     return watch(plan)
 
 
@@ -257,12 +268,16 @@ def launch_rl(config: RlConfig) -> int:
         print(describe(placement, chosen, engines=(placement.engines or ((),)) if servers.starts_own else ()))
         trainer = config.trainer.model_copy(update={"dry_run": config.dry_run})
         print(summary(trainer, None, config.orchestrator))
+        load, engine = load_of(config.orchestrator), None
+        if placement.engines:
+            engine = PlannedEngine(config.inference, placement.shares, found)
         if config.dry_run:
             _print_plan(plan)
-            engine = PlannedEngine(config.inference, placement.shares, found) if placement.engines else None
-            trained, load = config.trainer if placement.trainer else asked, load_of(config.orchestrator)
+            trained = config.trainer if placement.trainer else asked
             forecast_beside(trained, _card(placement), load, prefix="trainer.", engine=engine)
             return 0
+        if placement.trainer and found is None:  # else its plan has been told
+            forecast_meanwhile(config.trainer, _card(placement), load, prefix="trainer.", engine=engine)
         healing = RestartPolicy(
             again=partial(make_plan, again=True),
             restarts=RestartLimit(config.max_restarts, config.restart_window_s),

@@ -69,7 +69,7 @@ class Step(msgspec.Struct):
     once: Collectives = msgspec.field(default_factory=Collectives)
 
 
-class Engine(msgspec.Struct, frozen=True):
+class EngineSize(msgspec.Struct, frozen=True):
     """The size of an engine.
 
     Attributes:
@@ -100,7 +100,7 @@ class Room(msgspec.Struct, frozen=True):
 
     card: int = 0
     taken: int = 0
-    engine: Engine | None = None
+    engine: EngineSize | None = None
     open: tuple[str, ...] = ()
 
     def least(self, step: Step) -> int:

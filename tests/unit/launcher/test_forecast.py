@@ -1,8 +1,11 @@
 """The plan of a dry run, given the needs of a step."""
 
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,12 +14,13 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.picked import PICKABLE
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import LoraConfig, ParallelConfig, TrainingCommand
-from holdfast.errors import ConfigError
-from holdfast.launcher import forecast
-from holdfast.launcher.devices import keep_picks, settings_of_run
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.launcher import forecast, launch
+from holdfast.launcher.devices import Placement, keep_picks, settings_of_run
 from holdfast.launcher.forecast import PlannedEngine, fit_gpu, forecast_alone, forecast_beside, tell_forecast
 from holdfast.launcher.launch import launch_training
 from holdfast.launcher.resume.attempt import Attempt, write_config
+from holdfast.process.gpus import Gpu
 from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak, Room, Step, depths, extended
 from holdfast.run.run_dir import RunDir
 
@@ -77,6 +81,41 @@ def test_a_step_that_does_not_fit(config: SftConfig, say: Say) -> None:
         forecast_alone(config)
 
 
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (_found(parameters=8), "  fits: 8.0 GiB and 2 GiB for CUDA"),
+        (_found(parameters=30), r"warning: the step does not fit the GPU.* --model.lora: 9.0 GiB.* The run goes on."),
+        (HoldfastError("the check was killed by SIGINT. Give the command again"), "plan: none: .* by SIGINT\n$"),
+    ],
+)
+def test_a_run_that_starts(
+    found: Any,
+    told: str,
+    config: SftConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The plan of a run on GPUs comes meanwhile, and stops nothing."""
+    monkeypatch.setattr(forecast, "_driven", Mock(side_effect=[found]))
+    gpu = Placement((Gpu("0", num_bytes=24 * GIB),), ())
+    places = {"check_training": Mock(), "settle_length": Mock(), "place_training": Mock(return_value=gpu)}
+    places |= {
+        "summary": Mock(return_value=""),
+        "choose_training": Mock(return_value={}),
+        "watch": Mock(return_value=7),
+    }
+    for name, stands_in in places.items():
+        monkeypatch.setattr(launch, name, stands_in)
+    config.dry_run, config.parallel.card_gb, config.output_dir = False, None, tmp_path / "run"
+    assert launch_training(config) == 7
+    for thread in threading.enumerate():
+        if thread.name == "plan":
+            thread.join()
+    assert re.search(told, capsys.readouterr().out, re.DOTALL)
+
+
 def test_an_unknown_gpu(config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     for size, told in ((12, "fits GPUs of 24, 48, 80 GB"), (60, "fits GPUs of 80 GB"), (90, "fits no GPU of 80")):
         say(_found(parameters=size))
@@ -100,7 +139,7 @@ def test_an_engine_beside(shares: bool, card: float, refusal: str, config: SftCo
     inference = InferenceConfig.model_validate({"model": model, "engine": engine})
     say(_found(parameters=8))
     if not refusal:
-        assert tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares)) is not None
+        tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares))
         return
     with pytest.raises(ConfigError, match=f"(?s){refusal}"):
         tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares))
