@@ -101,11 +101,8 @@ def test_a_run_that_starts(
     monkeypatch.setattr(forecast, "_driven", Mock(side_effect=[found]))
     gpu = Placement((Gpu("0", num_bytes=24 * GIB),), ())
     places = {"check_training": Mock(), "settle_length": Mock(), "place_training": Mock(return_value=gpu)}
-    places |= {
-        "summary": Mock(return_value=""),
-        "choose_training": Mock(return_value={}),
-        "watch": Mock(return_value=7),
-    }
+    places |= {"summary": Mock(return_value=""), "choose_training": Mock(return_value={})}
+    places["watch"] = Mock(return_value=7)
     for name, stands_in in places.items():
         monkeypatch.setattr(launch, name, stands_in)
     config.dry_run, config.parallel.card_gb, config.output_dir = False, None, tmp_path / "run"
