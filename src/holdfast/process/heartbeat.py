@@ -133,7 +133,7 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
 
     deadline = time.monotonic() + _MOST_S
     for pid in pids:
-        size = _size(log)
+        size = file_size(log)
         try:
             process = psutil.Process(pid)
             is_child = of in (pid, *(parent.pid for parent in process.parents()))
@@ -149,17 +149,18 @@ def show_stacks(pids: Iterable[int], *, of: int, log: Path) -> None:
 def _wait_for_growth(log: Path, size: int, deadline: float) -> None:
     last, changed = size, time.monotonic()
     while (now := time.monotonic()) < deadline:
-        if (found := _size(log)) != last:
+        if (found := file_size(log)) != last:
             last, changed = found, now
         if now > changed + (_QUIET_S if last != size else _WAIT_S):
             return
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _size(log: Path) -> int:
+def file_size(path: Path) -> int:
+    """Return the bytes of a file; 0 if it is gone, or on a storage that is away."""
     try:
-        return log.stat().st_size
-    except OSError:  # on a storage that is away
+        return path.stat().st_size
+    except OSError:
         return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.errors import CheckpointError, ReadError
+from holdfast.process.heartbeat import file_size
 from holdfast.run import manifest
 from holdfast.run.atomic import TEMPORARY_PREFIX, is_gone
 from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification
@@ -115,14 +116,7 @@ class Entry:
     @property
     def size_bytes(self) -> int:
         """Size of all files that can be looked at; a step may be removed meanwhile."""
-        return sum(_file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
-
-
-def _file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+        return sum(file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
 
 
 def list_entries(directory: Path) -> list[Entry]:

@@ -3,6 +3,7 @@
 The learning rate of a step comes from `holdfast.config.training`. Muon updates the matrices of the hidden layers, AdamW
 all other parameters. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025,
 "Muon is Scalable for LLM Training": its scaling of updates lets AdamW's learning rates and weight decay carry over.
+A new optimizer is a name in `OptimConfig.type`, and a branch of `build_optimizer` and of `initial_moments`.
 
 Shape legend: O outputs, I inputs of a linear layer.
 """

@@ -89,10 +89,6 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
         return
 
 
-def _steps_here(run_dir: RunDir) -> list[int]:
-    return [entry.step for entry in run_dir.entries() if entry.status != "damaged"]
-
-
 def _is_intact(run_dir: RunDir, step: int, how: Verification) -> bool:
     try:
         manifest.verify(run_dir.checkpoint(step), how=how, step=step)
@@ -109,7 +105,7 @@ def _fetch_one(
     how: Verification,
     say: Callable[[str], None],
 ) -> int | None:
-    here = _steps_here(run_dir)
+    here = run_dir.steps_there()
     if wanted in steps:
         if _is_intact(run_dir, wanted, how):
             return None
@@ -138,7 +134,7 @@ def _listed(steps: list[int]) -> str:
 def _fetch_newest(
     remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, how: Verification, say: Callable[[str], None]
 ) -> int | None:
-    here = next((step for step in reversed(_steps_here(run_dir)) if _is_intact(run_dir, step, how)), None)
+    here = next((step for step in reversed(run_dir.steps_there()) if _is_intact(run_dir, step, how)), None)
     newest, damaged = newest_intact(
         [step for step in steps if here is None or step > here],
         lambda step: _bring(remote, run_dir, step, say),

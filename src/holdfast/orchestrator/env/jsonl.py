@@ -15,6 +15,7 @@ from holdfast.chat.messages import as_dict
 from holdfast.chat.template import ChatMessage
 from holdfast.config.environments import JudgeConfig
 from holdfast.errors import ConfigError, DataError, nearest, shown
+from holdfast.orchestrator.env.guard import result_of
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed, as_messages
 from holdfast.orchestrator.env.judge import Judge
 from holdfast.orchestrator.env.math_answers import MathAnswers
@@ -148,7 +149,7 @@ class Jsonl(Environment):
             assert isinstance(task, Question)
             return await self._judged(self._judge, task, sessions)
         assert self._score is not None
-        rewards = [await _number(self._score(session.completion, task.answer)) for session in sessions]
+        rewards = [await result_of(self._score(session.completion, task.answer)) for session in sessions]
         return [Score(reward, {self._scorer_name: reward}) for reward in rewards]
 
     async def _judged(self, judge: Judge, task: Question, sessions: Sequence[Session]) -> list[Score]:
@@ -192,10 +193,6 @@ def _users_scorer(name: str) -> Callable[[str, str], Any]:
             f"jsonl: scorer '{name}' cannot be called with a completion and the right answer: {error}"
         ) from None
     return scorer
-
-
-async def _number(reward: Any) -> float:
-    return await reward if inspect.isawaitable(reward) else reward
 
 
 def _read_tasks(path: Path, prompt: str, answer: str, fields: Sequence[str] | None) -> list[Task]:

@@ -11,7 +11,6 @@ Shape legend: A answers of a micro-batch.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +26,6 @@ from holdfast.trainer.preference.losses import kto_loss
 from holdfast.trainer.preference.objective import PairObjective
 from holdfast.trainer.preference.pairs import LabelledAnswer, plan_preferences
 from holdfast.trainer.preference.reference import Reference, predict_sides
-
-_log = logging.getLogger("trainer")
-
 
 _ANSWER, _MISMATCHED = 0, 1
 

@@ -69,7 +69,7 @@ def run(config: TrainerConfig) -> None:
                     session.publisher.publish(version, canary=canary, for_engines=goes_on, offers=offered_by)
 
                 publish(session.progress.step)
-                _train(config, session, components, learner, publish)
+                _train(config, session, learner, publish)
             if components.ema is not None:
                 _publish_average(session, components.ema)
 
@@ -77,7 +77,6 @@ def run(config: TrainerConfig) -> None:
 def _train(
     config: TrainerConfig,
     session: TrainSession[Policy],
-    components: RlComponents,
     learner: Learner,
     publish: Callable[[int], None],
 ) -> None:
