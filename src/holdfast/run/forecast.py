@@ -56,6 +56,7 @@ class Step(msgspec.Struct):
         parameters, trained: numbers of the whole model, on all ranks.
         published_bytes: of the weights that engines get after a step; 0: none.
         kv_bytes: of the engine's cache, of one token, in bfloat16; None: not known for this kind of attention.
+        heads: of attention, and of its keys; None: not known.
     """
 
     peaks: dict[str, Peak]
@@ -66,6 +67,7 @@ class Step(msgspec.Struct):
     trained: int
     published_bytes: int = 0
     kv_bytes: int | None = None
+    heads: tuple[int, int] | None = None
     once: Collectives = msgspec.field(default_factory=Collectives)
 
 
@@ -85,7 +87,8 @@ class Engine(msgspec.Struct, frozen=True):
     def needs(self, step: Step) -> tuple[float, float]:
         """Return the bytes of weights, and of the longest session, on each GPU."""
         session = (step.kv_bytes or 0) * (self.width / 2) * self.max_len
-        return step.parameters * self.width / self.ranks, session / self.ranks
+        parts = min(self.ranks, step.heads[1]) if step.heads else self.ranks  # more GPUs hold copies of key heads
+        return step.parameters * self.width / self.ranks, session / parts
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -218,4 +221,5 @@ def extended(fewer: Step, more: Step, layers: tuple[int, int], count: int) -> St
         trained=at(fewer.trained, more.trained),
         published_bytes=at(fewer.published_bytes, more.published_bytes),
         kv_bytes=None if fewer.kv_bytes is None or more.kv_bytes is None else at(fewer.kv_bytes, more.kv_bytes),
+        heads=fewer.heads,
     )

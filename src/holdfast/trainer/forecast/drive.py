@@ -250,7 +250,10 @@ def _sample_kind(config: TrainedModelConfig, model_config: PreTrainedConfig, cou
     parallel = ParallelConfig(num_ranks=1)
     with _config_of(toy) as name, _ranks(parallel) as mesh:
         small = config.model_copy(update={"name": name, "dtype": "float32", "lora": None, "init": "random"})
-        return build_policy(small, mesh, seed=0, weights=False)
+        try:
+            return build_policy(small, mesh, seed=0, weights=False)
+        except HoldfastError as error:
+            raise type(error)(str(error).replace(name, config.name)) from error
 
 
 class _Work(NamedTuple):
@@ -380,7 +383,7 @@ def drive(
         measured: models that read every micro-batch before the update.
     """
     text = policy.hf_model.config.get_text_config()
-    tracker.know(policy, vocabulary=text.vocab_size)
+    tracker.know(policy, vocabulary=text.vocab_size, chunk=config.model.head_chunk_tokens)
     _follow(policy, tracker)
     tracker.begin("moments")
     optimizer = build_optimizer(policy.hf_model, config.optim)
@@ -435,6 +438,7 @@ def _step_of(tracker: StepTracker, policy: Policy, rows: int, work: _Work, publi
         trained=sum(tensor.numel() for tensor in trained_parameters(policy.hf_model).values()),
         published_bytes=published,
         kv_bytes=_kv_bytes(policy),
+        heads=next(iter(policy.layout.heads)) if len(policy.layout.heads) == 1 else None,
     )
 
 
