@@ -12,6 +12,7 @@ GIB = 1 << 30
 _DRIVEN = (4, 6)
 """Layers of the two models that are driven. From about four layers on, every layer adds the same bytes."""
 _LONGEST_PERIOD = 8
+_SAME_BYTES = 1 << 20
 RUNNING_BYTES = GIB
 """An engine takes this beside weights and cache. An assumption."""
 
@@ -193,6 +194,12 @@ def depths(kinds: Sequence[object]) -> tuple[int, int] | None:
             more = fewer + period * -(-(_DRIVEN[1] - _DRIVEN[0]) // period)
             return (fewer, more) if more < count else None
     return None
+
+
+def crosses(fewer: Step, more: Step) -> bool:
+    """Whether the deeper model has a peak at another moment: a part of the peak shrinks, so no line goes through."""
+    parts = ((peak.parts, more.peaks[name].parts) for name, peak in fewer.peaks.items() if name in more.peaks)
+    return any(low[tag] - high.get(tag, 0) > _SAME_BYTES for low, high in parts for tag in low)
 
 
 def extended(fewer: Step, more: Step, layers: tuple[int, int], count: int) -> Step:

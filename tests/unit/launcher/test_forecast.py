@@ -27,6 +27,7 @@ from holdfast.run.forecast import (
     Peak,
     Room,
     Step,
+    crosses,
     depths,
     extended,
 )
@@ -217,6 +218,7 @@ def test_layers_are_on_a_line() -> None:
         return Step(peaks, row, row, Collectives(), 4 * layers, layers, 0, layers)
 
     assert extended(step(4), step(6), (4, 6), 36) == step(36)
+    assert not crosses(step(4), step(6)) and crosses(_found(logits=2).step, _found(gradients=3).step)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from holdfast.errors import HoldfastError
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.protocol.rollouts import Sampling
-from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Room, Step, depths, extended
+from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Room, Step, crosses, depths, extended
 from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.forecast.tracker import StepTracker
 from holdfast.trainer.mesh import Mesh, join_mesh
@@ -473,10 +473,17 @@ class Planner:
 
     def forecast(self, config: TrainingCommand, load: Load) -> Forecast:
         """Return what a step of `config` needs on each rank. Raise _NotDriven if no such step can be driven."""
-        found = [self.driven(config, load, count) for count in self._depths or (len(self._kinds),)]
-        step, work = found[-1]
-        if self._depths is not None:
-            step = extended(found[0][0], step, self._depths, len(self._kinds))
+        layers = len(self._kinds)
+        begin, end = self._depths or (layers, layers)
+        step, work = self.driven(config, load, begin)
+        fewer = step
+        if end > begin:
+            step, work = self.driven(config, load, end)
+        while crosses(fewer, step) and 2 * end - begin < layers:
+            begin, end, fewer = end, 2 * end - begin, step
+            step, work = self.driven(config, load, end)
+        if end < layers:
+            step = extended(fewer, step, (begin, end), layers)
         return Forecast(
             model=self.model,
             ranks=config.parallel.world_size,
