@@ -256,6 +256,8 @@ def tell_forecast(
     Raises:
         ConfigError: something does not fit, with ways out.
     """
+    if engine is None or engine.found is None:
+        print("planning a step (a minute for a large model)", flush=True)
     for line in _plan_lines(config, load, card, prefix=prefix, engine=engine):
         print(line)
 
@@ -263,14 +265,15 @@ def tell_forecast(
 def _plan_lines(
     config: TrainingCommand, load: Load, card: float | None, *, prefix: str, engine: PlannedEngine | None
 ) -> Iterator[str]:
-    config = _on_gpu(config)
+    is_alone, config = config.parallel.card_gb is not None, _on_gpu(config)
     shared = 0.0
     if card is not None and engine is not None and engine.shares:
         shared = card * engine.share
     room = Room(int(card or 0), int(RESERVED_BYTES + shared))
     found = (engine and engine.found) or _driven(config, load, room, prefix)
     if isinstance(found, NoForecast):
-        yield f"plan: none, as a step cannot be driven without numbers: {found.reason}; `memory:` above is all"
+        told = "" if is_alone else "; `memory:` above is all"
+        yield f"plan: none, as a step cannot be driven without numbers: {found.reason}{told}"
         return
     yield from _described(found, config.model.compute_dtype)
     if config.parallel.expert_parallel > 1:
@@ -303,6 +306,14 @@ def _trainer_line(found: Forecast, card: float, limit: int, shared: float, *, of
 
 def _engine_line(found: Forecast, card: float, engine: PlannedEngine) -> str:
     weights, left, session = engine.room(found, card)
+    split, key = engine.size.ranks, "--inference.engine.tensor-parallel-size"
+    if (heads := found.step.heads) is not None:
+        allowed = [n for n in range(1, heads[0] + 1) if heads[0] % n == 0 and 0 in (heads[1] % n, n % heads[1])]
+        if split not in allowed:
+            raise ConfigError(
+                f"{key} {split} cannot divide the {heads[0]} attention heads of {found.model}, with {heads[1]} of "
+                f"keys. Allowed: {', '.join(map(str, allowed))}."
+            )
     given, longest = f"{engine.share * card / GIB:.1f} GiB", f"{engine.config.model.max_len:,} tokens"
     of = f"{given} ({engine.share:g} of {'the shared' if engine.shares else 'each'} GPU)"
     if left < 0:
@@ -310,7 +321,7 @@ def _engine_line(found: Forecast, card: float, engine: PlannedEngine) -> str:
         raise ConfigError(
             f"the engine does not fit: {weights / GIB:.1f} GiB of weights, {session / GIB:.1f} GiB for a session of "
             f"{longest}, and {RUNNING_BYTES / GIB:.0f} GiB to run, of {of}. The first that does not fit: {what}. "
-            "Raise --inference.engine.tensor-parallel-size or --inference.engine.gpu-memory-utilization, lower "
+            f"Raise {key} or --inference.engine.gpu-memory-utilization, lower "
             "--inference.model.max-len, or take larger GPUs."
         )
     cache = f"{(left + session) / GIB:.1f} GiB of cache"
@@ -333,11 +344,11 @@ def _described(found: Forecast, dtype: str) -> list[str]:
     step, word = found.step, name.split(" ")[0]
     parts = ", ".join(f"{tag} {peak.parts[tag] / GIB:.2f}" for tag in PARTS if peak.parts.get(tag, 0) > 0.005 * GIB)
     updates = f", {found.updates} updates a step" if found.updates > 1 else ""
-    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
+    ranks, rows = (f"{n} {noun}{'s' * (n != 1)}" for n, noun in ((found.ranks, "rank"), (found.rows, "row")))
     sends = f"  a row sends {_sent(step.first_row)}; a step {_sent(found.of_step)}"
     return [
-        f"plan: {ranks} of {found.model}, {in_short(step.parameters)} parameters, {dtype}; {found.rows} rows of up "
-        f"to {found.row_tokens:,} tokens on each{updates} (calculated with tensors without numbers)",
+        f"plan: {ranks} of {found.model}, {in_short(step.parameters)} parameters, {dtype}; {rows} of up to "
+        f"{found.row_tokens:,} tokens on each{updates} (calculated with tensors without numbers)",
         f"  most memory in {_PHASES.get(word, f'the {word}')}, on each rank: {peak.total / GIB:.2f} GiB ({parts})",
         *([sends] if found.ranks > 1 else []),
         *([f"  weights to the engines: {size(step.published_bytes)} a step"] if step.published_bytes else []),

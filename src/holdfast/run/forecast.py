@@ -12,6 +12,7 @@ GIB = 1 << 30
 _DRIVEN = (4, 6)
 """Layers of the two models that are driven. From about four layers on, every layer adds the same bytes."""
 _LONGEST_PERIOD = 8
+_SAME_BYTES = 1 << 20
 RUNNING_BYTES = GIB
 """An engine takes this beside weights and cache. An assumption."""
 
@@ -56,6 +57,7 @@ class Step(msgspec.Struct):
         parameters, trained: numbers of the whole model, on all ranks.
         published_bytes: of the weights that engines get after a step; 0: none.
         kv_bytes: of the engine's cache, of one token, in bfloat16; None: not known for this kind of attention.
+        heads: of attention, and of its keys; None: not known.
     """
 
     peaks: dict[str, Peak]
@@ -66,6 +68,7 @@ class Step(msgspec.Struct):
     trained: int
     published_bytes: int = 0
     kv_bytes: int | None = None
+    heads: tuple[int, int] | None = None
     once: Collectives = msgspec.field(default_factory=Collectives)
 
 
@@ -85,7 +88,8 @@ class EngineSize(msgspec.Struct, frozen=True):
     def needs(self, step: Step) -> tuple[float, float]:
         """Return the bytes of weights, and of the longest session, on each GPU."""
         session = (step.kv_bytes or 0) * (self.width / 2) * self.max_len
-        return step.parameters * self.width / self.ranks, session / self.ranks
+        parts = min(self.ranks, step.heads[1]) if step.heads else self.ranks  # more GPUs hold copies of key heads
+        return step.parameters * self.width / self.ranks, session / parts
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -192,6 +196,12 @@ def depths(kinds: Sequence[object]) -> tuple[int, int] | None:
     return None
 
 
+def crosses(fewer: Step, more: Step) -> bool:
+    """Whether the deeper model has a peak at another moment: a part of the peak shrinks, so no line goes through."""
+    parts = ((peak.parts, more.peaks[name].parts) for name, peak in fewer.peaks.items() if name in more.peaks)
+    return any(low[tag] - high.get(tag, 0) > _SAME_BYTES for low, high in parts for tag in low)
+
+
 def extended(fewer: Step, more: Step, layers: tuple[int, int], count: int) -> Step:
     """Return the step of a model with `count` layers, on the line through two models with fewer `layers`."""
     begin, end = layers
@@ -218,4 +228,5 @@ def extended(fewer: Step, more: Step, layers: tuple[int, int], count: int) -> St
         trained=at(fewer.trained, more.trained),
         published_bytes=at(fewer.published_bytes, more.published_bytes),
         kv_bytes=None if fewer.kv_bytes is None or more.kv_bytes is None else at(fewer.kv_bytes, more.kv_bytes),
+        heads=fewer.heads,
     )

@@ -21,7 +21,20 @@ from holdfast.launcher.forecast import PlannedEngine, fit_gpu, forecast_alone, f
 from holdfast.launcher.launch import launch_training
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.process.gpus import Gpu
-from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak, Room, Step, depths, extended
+from holdfast.run.forecast import (
+    GIB,
+    Collectives,
+    EngineSize,
+    Forecast,
+    Load,
+    NoForecast,
+    Peak,
+    Room,
+    Step,
+    crosses,
+    depths,
+    extended,
+)
 from holdfast.run.run_dir import RunDir
 
 Say = Callable[..., list[TrainingCommand]]
@@ -63,6 +76,7 @@ def test_a_step_that_fits(config: SftConfig, say: Say, capsys: pytest.CaptureFix
     assert launch_training(config) == 0  # neither data nor tokenizer are there
     assert asked[0].model.dtype == "bfloat16"  # as on a GPU, which is not here
     told = capsys.readouterr().out
+    assert told.startswith("planning a step")  # which takes long
     model = "8 ranks of Qwen3ForCausalLM, 8B parameters, bfloat16"
     assert f"{model}; 3 rows of up to 8,192 tokens on each, 2 updates" in told
     assert "the backward pass, on each rank: 6.50 GiB (parameters 4.00, logits 2.50)" in told
@@ -115,9 +129,12 @@ def test_a_run_that_starts(
 
 def test_an_unknown_gpu(config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     for size, told in ((12, "fits GPUs of 24, 48, 80 GB"), (60, "fits GPUs of 80 GB"), (90, "fits no GPU of 80")):
-        say(_found(parameters=size))
+        found = _found(parameters=size)
+        found.rows = 1
+        say(found)
         tell_forecast(config, Load(), None)
-        assert told in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert told in said and "1 row of up" in said
 
 
 @pytest.mark.parametrize(
@@ -140,6 +157,18 @@ def test_an_engine_beside(shares: bool, card: float, refusal: str, config: SftCo
         return
     with pytest.raises(ConfigError, match=f"(?s){refusal}"):
         tell_forecast(config, Load(), card * 1e9, engine=PlannedEngine(inference, shares))
+
+
+def test_an_engine_is_split_by_its_heads(config: SftConfig, say: Say) -> None:
+    found = _found(parameters=8)
+    found.step.heads = (32, 4)
+    for ranks, parts in ((2, 2), (8, 4)):  # each GPU holds at least one head of keys
+        assert EngineSize(2, ranks, 100).needs(found.step) == (16e9 / ranks, 147_456 * 100 / parts)
+    engine = {"tensor_parallel_size": 3, "gpu_memory_utilization": 0.9}
+    inference = InferenceConfig.model_validate({"model": {"name": "x", "dtype": "bfloat16"}, "engine": engine})
+    say(found)
+    with pytest.raises(ConfigError, match=r"size 3 cannot divide the 32 .*, with 4 .*Allowed: 1, 2, 4, 8, 16, 32"):
+        tell_forecast(config, Load(), 80e9, engine=PlannedEngine(inference, shares=False))
 
 
 @pytest.fixture
@@ -198,7 +227,7 @@ def test_trainer_and_engine_fit_their_only_gpu(fit: Any, tmp_path: Path, capsys:
 def test_what_cannot_be_driven_is_named(config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     say(NoForecast("trainer.critic"))
     assert forecast_alone(config) == 0
-    assert "cannot be driven without numbers: trainer.critic" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("cannot be driven without numbers: trainer.critic\n")
     config.dry_run = False
     with pytest.raises(ConfigError, match="card_gb is for a plan without a run: add --dry-run"):
         launch_training(config)
@@ -225,6 +254,7 @@ def test_layers_are_on_a_line() -> None:
         return Step(peaks, row, row, Collectives(), 4 * layers, layers, 0, layers)
 
     assert extended(step(4), step(6), (4, 6), 36) == step(36)
+    assert not crosses(step(4), step(6)) and crosses(_found(logits=2).step, _found(gradients=3).step)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from holdfast.errors import HoldfastError
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.protocol.rollouts import Sampling
-from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Room, Step, depths, extended
+from holdfast.run.forecast import Collectives, Forecast, Load, NoForecast, Room, Step, crosses, depths, extended
 from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.forecast.tracker import StepTracker
 from holdfast.trainer.mesh import Mesh, join_mesh
@@ -250,7 +250,10 @@ def _sample_kind(config: TrainedModelConfig, model_config: PreTrainedConfig, cou
     parallel = ParallelConfig(num_ranks=1)
     with _config_of(toy) as name, _ranks(parallel) as mesh:
         small = config.model_copy(update={"name": name, "dtype": "float32", "lora": None, "init": "random"})
-        return build_policy(small, mesh, seed=0, weights=False)
+        try:
+            return build_policy(small, mesh, seed=0, weights=False)
+        except HoldfastError as error:
+            raise type(error)(str(error).replace(name, config.name)) from error
 
 
 class _Work(NamedTuple):
@@ -380,7 +383,7 @@ def drive(
         measured: models that read every micro-batch before the update.
     """
     text = policy.hf_model.config.get_text_config()
-    tracker.know(policy, vocabulary=text.vocab_size)
+    tracker.know(policy, vocabulary=text.vocab_size, chunk=config.model.head_chunk_tokens)
     _follow(policy, tracker)
     tracker.begin("moments")
     optimizer = build_optimizer(policy.hf_model, config.optim)
@@ -435,6 +438,7 @@ def _step_of(tracker: StepTracker, policy: Policy, rows: int, work: _Work, publi
         trained=sum(tensor.numel() for tensor in trained_parameters(policy.hf_model).values()),
         published_bytes=published,
         kv_bytes=_kv_bytes(policy),
+        heads=next(iter(policy.layout.heads)) if len(policy.layout.heads) == 1 else None,
     )
 
 
@@ -469,10 +473,17 @@ class Planner:
 
     def forecast(self, config: TrainingCommand, load: Load) -> Forecast:
         """Return what a step of `config` needs on each rank. Raise _NotDriven if no such step can be driven."""
-        found = [self.driven(config, load, count) for count in self._depths or (len(self._kinds),)]
-        step, work = found[-1]
-        if self._depths is not None:
-            step = extended(found[0][0], step, self._depths, len(self._kinds))
+        layers = len(self._kinds)
+        begin, end = self._depths or (layers, layers)
+        step, work = self.driven(config, load, begin)
+        fewer = step
+        if end > begin:
+            step, work = self.driven(config, load, end)
+        while crosses(fewer, step) and 2 * end - begin < layers:
+            begin, end, fewer = end, 2 * end - begin, step
+            step, work = self.driven(config, load, end)
+        if end < layers:
+            step = extended(fewer, step, (begin, end), layers)
         return Forecast(
             model=self.model,
             ranks=config.parallel.world_size,

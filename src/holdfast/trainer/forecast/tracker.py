@@ -54,7 +54,7 @@ class StepTracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.phase, self.row, self.now = "parameters", 0, 0
-        self.vocabulary = 0
+        self.vocabulary, self.chunk = 0, 0
         self.shapes: set[tuple[int, ...]] = set()
         self.peaks: dict[tuple[str, int], Peak] = {}
         self.collectives: dict[tuple[str, int], Collectives] = {}
@@ -66,9 +66,9 @@ class StepTracker(TorchDispatchMode):
         self.phase, self.row = phase, row
         self._meet_peak()
 
-    def know(self, model: nn.Module, *, vocabulary: int) -> None:
-        """Tell gradients and logits from other tensors by their shapes."""
-        self.vocabulary = vocabulary
+    def know(self, model: nn.Module, *, vocabulary: int, chunk: int = 0) -> None:
+        """Tell gradients and logits, of `chunk` tokens at once, from other tensors by their shapes."""
+        self.vocabulary, self.chunk = vocabulary, chunk
         self.shapes = {_whole_shape(parameter) for parameter in model.parameters() if parameter.ndim > 1}
 
     def retag(self, tensors: Iterable[Tensor | None], tag: str) -> None:
@@ -142,6 +142,8 @@ class StepTracker(TorchDispatchMode):
         if maker == _FSDP:
             return "gathered"
         shape = tuple(tensor.shape)
+        if shape == (self.chunk, self.vocabulary) and tensor.dtype == torch.float32:
+            return "logits"  # the head's gradient may have this shape, too
         if self.phase in _COMPUTING[2:] and (shape in self.shapes or shape[::-1] in self.shapes):
             return "gradients"
         return "logits" if shape and shape[-1] == self.vocabulary else "activations"

@@ -1,6 +1,7 @@
 """Parts of a forecast that need no driving."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import Qwen3Config
 
 from holdfast.config import SftConfig, TrainerConfig
 from holdfast.config.picked import PICKABLE
-from holdfast.config.training import TrainingCommand
+from holdfast.config.training import TrainedModelConfig, TrainingCommand
 from holdfast.errors import HoldfastError
 from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Room, Step
 from holdfast.trainer.forecast.drive import Planner, _flags, changes, with_layers, with_picks
@@ -114,6 +115,22 @@ def test_bytes_alive_have_a_purpose() -> None:
     assert tracker.peaks["parameters", 0].parts == {"parameters": size}
     assert tracker.peaks["forward", 1].parts == {"parameters": size, "logits": 32 * 512 * 4, "activations": 32 * 64 * 4}
     assert tracker.peaks["optimizer", 0].parts == {"parameters": size, "gradients": size}
+
+
+def test_logits_of_as_many_tokens_as_hidden_numbers() -> None:
+    tracker = StepTracker()
+    tracker.know(nn.Linear(64, 512), vocabulary=512, chunk=64)
+    with tracker.watching():
+        tracker.begin("backward", 1)
+        made = torch.ones(64, 512), torch.ones(64, 512, dtype=torch.bfloat16)
+    assert tracker.peaks["backward", 1].parts == {"logits": made[0].nbytes, "gradients": made[1].nbytes}
+
+
+def test_a_model_that_cannot_be_built_has_its_name(tmp_path: Path) -> None:
+    wrong = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=3, head_dim=16, num_hidden_layers=1)
+    wrong.save_pretrained(tmp_path)
+    with pytest.raises(HoldfastError, match=f"model.name = '{tmp_path}'"):
+        Planner(TrainedModelConfig(name=str(tmp_path)), is_gpu=True)
 
 
 def test_collectives_have_a_kind() -> None:
