@@ -60,6 +60,11 @@ def test_all_layers_follow_from_some(model: str, found: Found) -> None:
     assert extended == whole
 
 
+def test_nothing_of_a_layer_is_kept_for_the_backward_pass(found: Found) -> None:
+    """Not even experts that no other rank has: gathered is the head alone, 512 x 64 in bfloat16."""
+    assert found[1]["rl of quarters"].step.peaks["forward 1"].parts["gathered"] == 2 * 512 * 64
+
+
 def test_dividing_experts_is_a_way_out(found: Found) -> None:
     assert found[1]["ways"][0] == "--parallel.expert-parallel 4"
 

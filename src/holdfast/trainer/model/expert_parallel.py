@@ -100,7 +100,7 @@ def shard_experts(experts: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPreci
     """Shard the experts of this rank over the ranks that hold the same experts."""
     assert mesh.mesh_dim_names is not None
     sharded = mesh[mesh.mesh_dim_names[:-1]]
-    unit: Any = fully_shard(experts, mesh=sharded, mp_policy=mp_policy, reshard_after_forward=sharded.size(-1) > 1)
+    unit: Any = fully_shard(experts, mesh=sharded, mp_policy=mp_policy)
     # An expert sees the tokens of all ranks, and gradients are averaged over all ranks.
     unit.set_gradient_divide_factor(float(mesh.size()))
     # gloo only sums. A group of one rank sends nothing, and would divide twice.
