@@ -94,6 +94,7 @@ def save_forecasts(model: str, path: str) -> None:
             config = config if name == "experts" else sft(deep, model=bf16)
             few = {count: planners[own].driven(config, LOAD, count)[0] for count in (6, 10, LAYERS)}
             found["whole"][name], found["extended"][name] = few[LAYERS], extended(few[6], few[10], (6, 10), LAYERS)
+    found["alone"] = planners[deep].driven(sft(deep, ranks=1, model=bf16), LOAD, FEW)[0]
     small = sft(mixtures[1], ranks=4, model=bf16, data={"micro_batch_size": 1})
     found["ways"] = list(ways_out(planners[mixtures[1]], small, LOAD, Room(1 << 30), ""))
     torch.save(found, path)
