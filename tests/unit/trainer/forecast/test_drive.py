@@ -1,6 +1,7 @@
 """Parts of a forecast that need no driving."""
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from holdfast.config.picked import PICKABLE
 from holdfast.config.training import TrainedModelConfig, TrainingCommand
 from holdfast.errors import HoldfastError
 from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Room, Step
+from holdfast.trainer.forecast import drive
 from holdfast.trainer.forecast.drive import Planner, _flags, changes, with_layers, with_picks
 from holdfast.trainer.forecast.tracker import StepTracker, collective_of
+from holdfast.trainer.mesh import Mesh
 
 
 def test_a_model_has_its_first_layers() -> None:
@@ -126,7 +129,8 @@ def test_logits_of_as_many_tokens_as_hidden_numbers() -> None:
     assert tracker.peaks["backward", 1].parts == {"logits": made[0].nbytes, "gradients": made[1].nbytes}
 
 
-def test_a_model_that_cannot_be_built_has_its_name(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_built_has_its_name(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "_ranks", lambda _: nullcontext(mesh))  # this process may have its ranks already
     wrong = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=3, head_dim=16, num_hidden_layers=1)
     wrong.save_pretrained(tmp_path)
     with pytest.raises(HoldfastError, match=f"model.name = '{tmp_path}'"):
