@@ -238,7 +238,7 @@ def forecast_meanwhile(
             lines += _plan_lines(config, load or Load(), card, prefix=prefix, engine=engine)
         except ConfigError as error:
             lines.append(f"warning: {error} The run goes on.")
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:
             lines.append(f"plan: none: {str(error).partition('. ')[0]}")
         print("\n".join(lines), flush=True)
 

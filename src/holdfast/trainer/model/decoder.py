@@ -160,7 +160,7 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
     if config.compute_dtype == "bfloat16":
         # Gradients are summed over ranks in float32: bfloat16 would lose the small ones.
         mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # If one rank has whole parameters, only copies in the compute dtype are freed, and made again to go back.
+    # A rank with whole parameters frees copies in the compute dtype. The backward pass makes them again.
     frees = mesh.num_shards > 1 or mesh.cpu_offload or config.activation_checkpointing
     shard = partial(fully_shard, mesh=mesh.device_mesh, mp_policy=mixed_precision, offload_policy=_offload_policy(mesh))
     if mesh.expert_mesh is not None:
