@@ -3,7 +3,7 @@
 Publishes versions of a model with random weights as the trainer does, and pushes them to a vLLM server as the
 orchestrator does, which then samples one token. Rounds of both transports alternate on one server, and each version
 differs from the version before it. Prints medians, beside one copy of the same bytes in memory. The directory alone is
-compared with the same bytes written by one call and synced, in turns.
+compared with the same bytes written by one call and synced, in turns, and its copies of bytes are counted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from holdfast.config.orchestrator import ClientConfig
@@ -51,10 +53,29 @@ _SIZES = {
 }
 
 
-class Measurement:
-    """A model, its server and its run, and the seconds of each round."""
+class Copies(TorchDispatchMode):
+    """Counts the bytes that torch copies from tensor to tensor in the block."""
 
-    def __init__(self, model: Path, directory: Path, url: str) -> None:
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator, and count what it copied."""
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.aten.clone):
+            self.num_bytes += result.nbytes
+        return result
+
+
+class Measurement:
+    """A model, its server and its run, and the seconds of each round.
+
+    Attributes:
+        reads: bytes that the server got by system calls for reading in each round, by transport.
+    """
+
+    def __init__(self, model: Path, directory: Path, url: str, server: psutil.Process | None = None) -> None:
+        self.reads: dict[str, list[int]] = {transport: [] for transport in TRANSPORTS}
+        self._server = server
         self.run_dir = RunDir(directory / "run")
         self.run_dir.create()
         self._url = url
@@ -77,7 +98,9 @@ class Measurement:
                 for version in range(len(transports) * (rounds + 1)):
                     transport = transports[version % len(transports)]
                     used = offers if transport == "collective" else None
+                    before = read_bytes(self._server)
                     seconds[transport].append(await self._round(client, pusher, version, used))
+                    self.reads[transport].append(read_bytes(self._server) - before)
         return {transport: measured[1:] for transport, measured in seconds.items()}
 
     async def _round(
@@ -103,13 +126,18 @@ class Measurement:
     def publish_alone(self, dtype: str, rounds: int) -> str:
         """Return what it takes to publish in `dtype`, beside a write of the same bytes. The first round warms up."""
         publisher, taken, raw, more = self._publishers[dtype], list[float](), list[float](), list[int]()
-        size = 0
+        size, trainer = 0, psutil.Process()
+        with Copies() as copies:
+            before = trainer.io_counters().write_chars
+            publisher.publish(rounds + 1)
+            wrote = trainer.io_counters().write_chars - before
+        publisher.prune(set())
         for version in range(rounds + 1):
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
-            before, begin = peak_bytes(psutil.Process()), time.perf_counter()
+            before, begin = peak_bytes(trainer), time.perf_counter()
             path = publisher.publish(version) / "model.safetensors"
             taken.append(time.perf_counter() - begin)
-            more.append(peak_bytes(psutil.Process()) - before)
+            more.append(peak_bytes(trainer) - before)
             written, copy = path.read_bytes(), self.run_dir.path / "raw"
             begin = time.perf_counter()
             with open(copy, "xb") as file:
@@ -124,7 +152,8 @@ class Measurement:
         ratios = [one / other for one, other in zip(taken[1:], raw[1:], strict=True)]
         return (
             f"{dtype}, {size / 1e6:.1f} MB in {statistics.median(taken[1:]):.3f} s, {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f}) of a plain write; memory {max(more) / size:.2f} of the bytes"
+            f"({min(ratios):.2f} to {max(ratios):.2f}) of a plain write; of the bytes: memory {max(more) / size:.2f}, "
+            f"copied {copies.num_bytes / size:.2f}, handed to the disk {wrote / size:.2f}"
         )
 
     def copy_seconds(self, rounds: int) -> float:
@@ -165,6 +194,12 @@ def serving(model: Path, directory: Path, *, threads: int) -> Iterator[tuple[str
             process.terminate()
 
 
+def read_bytes(server: psutil.Process | None) -> int:
+    """Return how many bytes a server and its children have got by system calls for reading."""
+    processes = [server, *server.children(recursive=True)] if server else []
+    return sum(process.io_counters().read_chars for process in processes)
+
+
 def peak_bytes(process: psutil.Process) -> int:
     """Return the largest resident memory so far of a process and its children, added up."""
     peak = 0
@@ -195,12 +230,13 @@ def main() -> None:
                     print(f"{size}: {measurement.publish_alone(dtype, arguments.rounds)}", flush=True)
                 continue
             with serving(directory / "model", directory, threads=arguments.threads) as (url, server):
-                measurement = Measurement(directory / "model", directory, url)
+                measurement = Measurement(directory / "model", directory, url, server)
                 seconds = asyncio.run(measurement.measure(arguments.transports, arguments.rounds))
                 peak = peak_bytes(server)
             num_bytes = sum(one.numel() * one.element_size() for one in measurement.policy.parameters())
             shown = ", ".join(
-                f"{transport} {statistics.median(measured):.3f} s ({min(measured):.3f} to {max(measured):.3f})"
+                f"{transport} {statistics.median(measured):.3f} s ({min(measured):.3f} to {max(measured):.3f}), "
+                f"{statistics.median(measurement.reads[transport]) / num_bytes:.2f} of the bytes read by the server"
                 for transport, measured in seconds.items()
             )
             print(

@@ -3,6 +3,7 @@
 import gc
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,27 @@ def test_the_first_open_change_that_fits_is_picked(card: float, only: tuple[str,
     room = Room(int(card * GIB), open=only)
     found = with_picks(planner, config, Load(), room, planner.forecast(config, Load()))
     assert found.picked == picked and found.unpicked_bytes == 10 * GIB and room.fits(found) is bool(picked)
+
+
+def test_no_line_goes_through_peaks_of_two_moments() -> None:
+    """The peak of 4 layers is that of the logits; from 6 layers on it is that of activations, 2 of each layer."""
+
+    def step(layers: int) -> Step:
+        largest = {"logits": 10 * GIB} if 2 * layers < 10 else {"activations": 2 * layers * GIB}
+        return Step({"backward": Peak({"parameters": layers * GIB} | largest)}, *[Collectives()] * 3, layers, layers)
+
+    class Planned(Planner):
+        def __init__(self) -> None:
+            self._kinds, self._depths, self.asked = ["full_attention"] * 20, (4, 6), list[int]()
+            self._like: Any = SimpleNamespace(hf_model=None)
+
+        def driven(self, config: TrainingCommand, load: Load, count: int) -> Any:
+            self.asked.append(count)
+            return step(count), SimpleNamespace(rows=1, row_tokens=1, updates=1)
+
+    planner, config = Planned(), SftConfig.model_validate({"model": {"name": "x"}, "data": {"name": "x"}})
+    assert planner.forecast(config, Load()).step == step(20)
+    assert planner.asked == [4, 6, 8]
 
 
 def test_what_is_not_driven_is_named() -> None:
