@@ -1,18 +1,18 @@
 """Real ranks take the steps that are forecast: `python -m tests.ranks.forecast MODEL DIRECTORY`."""
 
+import math
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from holdfast.config import SftConfig, TrainerConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.training import TrainingCommand
-from holdfast.run.forecast import Load, Room, extended
+from holdfast.run.forecast import Collectives, Load, Room, extended
 from holdfast.trainer.forecast.drive import Planner, drive, ways_out
 from holdfast.trainer.forecast.tracker import StepTracker, collective_of
 from holdfast.trainer.mesh import Mesh, join_mesh
@@ -32,6 +32,10 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 MIXED = {"init": "random", "dtype": "bfloat16"}  # float32 has no fused experts without numbers
 EVEN, CHOSEN = "all experts", "a few experts"
 """Models on four ranks: a token goes to all eight experts, so each gets as many, or to two that the model chooses."""
+REAL = "135M parameters"
+"""A model of SmolLM2's sizes, on two ranks."""
+_WIDTHS = {"float": 4, "c10::BFloat16": 2, "long int": 8, "int": 4, "double": 8, "unsigned char": 1, "bool": 1}
+"""Bytes of a number, by the profiler's names."""
 
 
 def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfig:
@@ -49,6 +53,9 @@ def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfi
 
 
 def programs(model: Path) -> dict[str, TrainingCommand]:
+    if model.name == REAL:
+        random = {"init": "random"}
+        return {"135M": sft(model, model=random), "135M in bfloat16": sft(model, model=random | {"dtype": "bfloat16"})}
     if model.name in (EVEN, CHOSEN):
         halves, quarters, copies = (
             sft(model, ranks=4, model=MIXED, parallel={"expert_parallel": number, "replicas": replicas})
@@ -75,13 +82,15 @@ def save_forecasts(model: str, path: str) -> None:
     fields: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
                               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
                               "tie_word_embeddings": False}  # fmt: skip
-    deep, *mixtures = (Path(path).with_name(name) for name in ("deep", EVEN, CHOSEN))
+    deep, real, *mixtures = (Path(path).with_name(name) for name in ("deep", REAL, EVEN, CHOSEN))
     Qwen3Config(**fields).save_pretrained(deep)
     for mixture, chosen, layers in zip(mixtures, (8, 2), (FEW, LAYERS), strict=True):
         sizes = fields | {"num_hidden_layers": layers, "moe_intermediate_size": 32}
         Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=chosen).save_pretrained(mixture)
+    LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+                num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True).save_pretrained(real)  # fmt: skip
     found: dict[str, Any] = {"divided": {}, "whole": {}, "extended": {}}
-    for own in (Path(model), *mixtures):
+    for own in (Path(model), real, *mixtures):
         planner = Planner(sft(own).model, is_gpu=False)
         found |= {name: planner.forecast(config, LOAD) for name, config in programs(own).items()}
     bf16 = {"dtype": "bfloat16", "activation_checkpointing": True}
@@ -109,17 +118,29 @@ def _work(given: Mesh, model: Path, _: Path) -> dict[str, Any]:
         with tracker.watching():
             policy = build_policy(config.model, mesh, seed=0)
         before = tracker.now
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
             drive(config, policy, mesh, tracker, LOAD)
         now = peak = before
+        sent, summed = Collectives(), 0
         for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == "[memory]":
+            operator = event.name()
+            if operator == "[memory]":
                 now += event.nbytes()
                 peak = max(peak, now)
-        keys = [one.key.replace("::", ".") for one in profiled.events()]
-        sent = Counter(collective_of(key) for key in keys if key.startswith("c10d."))
-        found[name] = {"peak": peak, "sent": {kind: count for kind, count in sent.items() if kind}}
+            elif operator == "gloo:all_reduce":  # which gloo scatters sums with, too
+                summed += _bytes(event)
+            elif operator.startswith("c10d::") and (kind := collective_of(operator.replace("::", "."))):
+                sent.add(kind, 1, _bytes(event))
+        summed -= sent.kinds["reduce-scatter"][1]
+        sent.add("all-reduce", 0, summed)  # whose operator hides its tensors in a list
+        found[name] = {"peak": peak, "sent": sent.kinds}
     return found
+
+
+def _bytes(event: Any) -> int:
+    """Return the bytes of the largest tensor that an operator was given."""
+    given = zip(event.shapes(), event.dtypes(), strict=True)
+    return max((_WIDTHS[dtype] * math.prod(shape) for shape, dtype in given if shape), default=0)
 
 
 if __name__ == "__main__":

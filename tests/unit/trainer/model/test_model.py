@@ -95,10 +95,12 @@ def test_a_random_policy_is_a_function_of_the_seed(tiny_model: Models, mesh: Mes
     assert all(torch.isfinite(tensor).all() for tensor in first.values())
 
 
-def test_recomputed_activations_give_the_same_gradients(tiny_model: Models, mesh: Mesh) -> None:
+@pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "lora": {"rank": 4}}], ids=str)
+def test_recomputed_activations_give_the_same_gradients(given: Any, tiny_model: Models, mesh: Mesh) -> None:
+    """Also if the copies in bfloat16 are freed between the passes, and made again."""
     results, calls = [], []
     for recompute in (False, True):
-        policy = build(tiny_model(), mesh, activation_checkpointing=recompute)
+        policy = build(tiny_model(), mesh, activation_checkpointing=recompute, **given)
         passes = list[None]()
         mlp = decoder_layers(policy.hf_model)[0].get_submodule("mlp")
         mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(None))
