@@ -2,6 +2,8 @@
 
 import math
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,26 +123,29 @@ def _work(given: Mesh, model: Path, _: Path) -> dict[str, Any]:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
             drive(config, policy, mesh, tracker, LOAD)
         now = peak = before
-        sent, summed = Collectives(), 0
+        sent, by_gloo = Collectives(), Counter[str]()
         for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
-            operator = event.name()
+            operator, sizes = event.name(), list(_sizes(event))
             if operator == "[memory]":
                 now += event.nbytes()
                 peak = max(peak, now)
-            elif operator == "gloo:all_reduce":  # which gloo scatters sums with, too
-                summed += _bytes(event)
+            elif operator.startswith("gloo:"):
+                by_gloo[operator] += max(sizes)
             elif operator.startswith("c10d::") and (kind := collective_of(operator.replace("::", "."))):
-                sent.add(kind, 1, _bytes(event))
-        summed -= sent.kinds["reduce-scatter"][1]
-        sent.add("all-reduce", 0, summed)  # whose operator hides its tensors in a list
+                sent.add(kind, 1, max(sizes, default=0))
+                by_gloo[operator] += min(sizes, default=0)
+        # Some operators hide their tensors in lists. Gloo also scatters sums by an all-reduce.
+        sent.add("all-reduce", 0, by_gloo["gloo:all_reduce"] - sent.kinds["reduce-scatter"][1])
+        sent.add("all-gather", 0, size * (by_gloo["gloo:all_gather"] - by_gloo["c10d::_allgather_base_"]))
         found[name] = {"peak": peak, "sent": sent.kinds}
     return found
 
 
-def _bytes(event: Any) -> int:
-    """Return the bytes of the largest tensor that an operator was given."""
-    given = zip(event.shapes(), event.dtypes(), strict=True)
-    return max((_WIDTHS[dtype] * math.prod(shape) for shape, dtype in given if shape), default=0)
+def _sizes(event: Any) -> Iterator[int]:
+    """Yield the bytes of each tensor that an operator was given."""
+    for shape, dtype in zip(event.shapes(), event.dtypes(), strict=True):
+        if dtype in _WIDTHS:
+            yield _WIDTHS[dtype] * math.prod(shape)
 
 
 if __name__ == "__main__":

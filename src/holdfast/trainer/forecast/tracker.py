@@ -111,6 +111,8 @@ class StepTracker(TorchDispatchMode):
             size = max((one.numel() * one.element_size() for one in given), default=0)
             own = self.collectives.setdefault((self.phase, self.row), Collectives())
             own.add(kind, 1, max(size, _most_bytes(result)))
+            if kind == "reduce-scatter" and isinstance(args[0], Tensor):
+                self.retag([args[0]], "gradients")  # made by FSDP, as what it gathers
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta":
                 self._made(tensor)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Qwen3Config
 
@@ -140,6 +141,16 @@ def test_bytes_alive_have_a_purpose() -> None:
     assert tracker.peaks["parameters", 0].parts == {"parameters": size}
     assert tracker.peaks["forward", 1].parts == {"parameters": size, "logits": 32 * 512 * 4, "activations": 32 * 64 * 4}
     assert tracker.peaks["optimizer", 0].parts == {"parameters": size, "gradients": size}
+
+
+def test_sums_of_ranks_are_gradients(mesh: Mesh) -> None:
+    tracker, own = StepTracker(), torch.ones(64, 64)
+    with tracker.watching():
+        tracker.begin("backward", 1)
+        summed = torch.empty(64 // mesh.world_size, 64)
+        dist.reduce_scatter_tensor(summed, own)
+        tracker.begin("optimizer")
+    assert tracker.peaks["optimizer", 0].parts == {"gradients": summed.nbytes}
 
 
 def test_logits_of_as_many_tokens_as_hidden_numbers() -> None:
