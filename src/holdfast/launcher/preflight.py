@@ -361,7 +361,8 @@ def _memory(config: TrainingCommand, parameters: int) -> str:
     what = "weights, gradients and optimizer, plus"
     if config.model.lora is not None:
         what = "frozen weights, plus the adapter with its gradients and optimizer,"
-    return f"memory: about {size(each)} per rank for {what} activations and logits (docs/memory.md)"
+    about = "at most" if config.optim.type == "muon" else "about"  # which keeps one moment of some parameters
+    return f"memory: {about} {size(each)} per rank for {what} activations and logits (docs/memory.md)"
 
 
 def check_functions(config: TrainerConfig) -> None:

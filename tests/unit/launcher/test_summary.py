@@ -156,6 +156,8 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert "LoRA of rank 16" in adapters and "about 2.43 MB per rank for frozen weights," in adapters
     compact = summary(sft(tmp_path, max_steps=3, optim={"moments_dtype": "bfloat16"}), None)
     assert "about 7.29 MB per rank for weights," in compact
+    muon = summary(sft(tmp_path, max_steps=3, optim={"type": "muon"}), None)
+    assert "memory: at most 9.72 MB per rank for weights," in muon
     rl = rl_config({}, {"environments": ENVIRONMENTS})
     rl.trainer.model.name = MODEL
     said = summary(rl.trainer, None, rl.orchestrator)
