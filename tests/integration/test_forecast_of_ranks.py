@@ -20,17 +20,19 @@ PROGRAMS = [name for model in ("", REAL, EVEN, CHOSEN) for name in programs(Path
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank needed and sent, and what was forecast."""
-    directory = tmp_path_factory.mktemp("ranks")
-    model, path = ROOT / "examples" / "reverse_text" / "model", directory.with_name("forecast.pt")
-    fork = shared_commands().call(
-        "tests.ranks.forecast:save_forecasts", path.with_suffix(".log"), model=str(model), path=str(path)
-    )
-    assert fork.wait(RUN_TIMEOUT_S) == 0, fork.log
-    ranks = shared_commands().two_ranks("tests.ranks.forecast", directory, model)
-    for name in (REAL, EVEN, CHOSEN):
-        own = tmp_path_factory.mktemp("ranks")
-        ranks += shared_commands().two_ranks("tests.ranks.forecast", own, path.with_name(name))
-    return ranks, torch.load(path, weights_only=False)
+    commands, path = shared_commands(), tmp_path_factory.mktemp("models") / "forecast.pt"
+
+    def forecast(what: str, **given: str) -> dict[str, Any]:
+        fork = commands.call(f"tests.ranks.forecast:{what}", path.with_suffix(".log"), **given, path=str(path))
+        assert fork.wait(RUN_TIMEOUT_S) == 0, fork.log
+        return torch.load(path, weights_only=False)
+
+    ranks, forecasts = list[dict[str, Any]](), forecast("save_divisions")
+    models = [path.with_name(name) for name in (REAL, EVEN, CHOSEN)]
+    for model in (ROOT / "examples" / "reverse_text" / "model", *models):
+        forecasts |= forecast("save_forecasts", model=str(model))
+        ranks += commands.two_ranks("tests.ranks.forecast", tmp_path_factory.mktemp("ranks"), model)
+    return ranks, forecasts
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -39,7 +41,8 @@ def test_ranks_need_and_send_what_was_forecast(program: str, found: Found) -> No
     forecast = forecasts[program]
     found_here, peak, planned = [rank[program] for rank in ranks if program in rank], forecast.peak[1], forecast.of_step
     # 0.2 % apart on an idle machine. A rank that waits frees buffers later, beside those of the next layer.
-    assert min(rank["peak"] for rank in found_here) <= 1.1 * peak.total + peak.parts.get("gathered", 0)
+    most = 1.05 if program.startswith("135M") else 1.1
+    assert min(rank["peak"] for rank in found_here) <= most * peak.total + peak.parts.get("gathered", 0)
     for rank in found_here:
         assert 0.95 * peak.total <= rank["peak"]
         sent = dict(rank["sent"])

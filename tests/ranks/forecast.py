@@ -80,7 +80,13 @@ def programs(model: Path) -> dict[str, TrainingCommand]:
 
 
 def save_forecasts(model: str, path: str) -> None:
-    """Forecast the programs, the divisions, and a model by fewer of its layers; in a process without ranks."""
+    """Forecast the programs of one model, in a process without ranks."""
+    planner = Planner(sft(Path(model)).model, is_gpu=False)
+    torch.save({name: planner.forecast(config, LOAD) for name, config in programs(Path(model)).items()}, path)
+
+
+def save_divisions(path: str) -> None:
+    """Write all models beside `path`. Forecast how ranks are divided, and a model by fewer of its layers."""
     fields: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS,
                               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
                               "tie_word_embeddings": False}  # fmt: skip
@@ -92,9 +98,6 @@ def save_forecasts(model: str, path: str) -> None:
     LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
                 num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True).save_pretrained(real)  # fmt: skip
     found: dict[str, Any] = {"divided": {}, "whole": {}, "extended": {}}
-    for own in (Path(model), real, *mixtures):
-        planner = Planner(sft(own).model, is_gpu=False)
-        found |= {name: planner.forecast(config, LOAD) for name, config in programs(own).items()}
     bf16 = {"dtype": "bfloat16", "activation_checkpointing": True}
     planners = {own: Planner(sft(own).model, is_gpu=True) for own in (deep, mixtures[1])}
     for name, given in DIVISIONS.items():
