@@ -273,12 +273,6 @@ def test_a_target_at_the_border_has_one_log_probability_and_cut_tokens_weigh_not
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_how_people_write_it() -> None:
-    assert str(Sampling()) == "temperature 1" and not Sampling(0.3).is_truncated
-    assert str(Sampling(0.5, 0.9, 40, 0.05)) == "temperature 0.5, top_p 0.9, top_k 40, min_p 0.05"
-    assert Sampling(0.5, 0.9, 40, 0.05).whole() == Sampling(0.5)
-
-
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 2000])
 def test_running_sums_by_products_are_running_sums(size: int) -> None:
     """They take the place of `cumsum` where CUDA's must repeat."""

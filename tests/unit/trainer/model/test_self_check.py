@@ -25,7 +25,7 @@ from holdfast.trainer.model.packing_check import PACKED
 from holdfast.trainer.model.parity_check import check_model, is_random_in_training, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.structure import use_attention
-from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model
+from holdfast.trainer.model.value_model import build_scalar_model
 from tests.models.families import FAMILIES, write_model
 
 Build = Callable[..., Policy]
@@ -82,27 +82,6 @@ def test_a_cap_or_multiplier_left_out_is_refused(build: Build, mesh: Mesh, monke
     monkeypatch.setattr(attention, "_causal_scores", without_caps)
     with pytest.raises(DataError, match=r"some/model.*Gemma2ForCausalLM.*nats away.*set model\.attention to eager"):
         check(policy, mesh)
-
-
-@pytest.mark.parametrize("make", [build_policy, build_scalar_model])
-def test_a_shared_prompt_that_answers_see_in_part_is_refused(
-    make: Callable[..., Policy | ScalarModel],
-    tiny_model: Callable[..., Path],
-    mesh: Mesh,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Only answers that share a prompt need a mask in this model, so nothing else is computed otherwise."""
-    model = make(TrainedModelConfig(name=str(tiny_model("llama"))), mesh, seed=0)
-    plain = attention._seen
-
-    def without_first(queries: int, keys: int, *rest: Any) -> torch.Tensor:
-        return plain(queries, keys, *rest) & (torch.arange(keys) > 0)
-
-    check_model(model, mesh, name="some/model", pack=True, share=True, dtype="float32")
-    monkeypatch.setattr(attention, "_seen", without_first)
-    check_model(model, mesh, name="some/model", pack=True, dtype="float32")
-    with pytest.raises(DataError, match=r"answers that share .* are .* away from .*`rl`, or .*data\.pack off in `dpo`"):
-        check_model(model, mesh, name="some/model", pack=True, share=True, dtype="float32")
 
 
 def test_weights_that_a_pass_changes_are_refused(build: Build, mesh: Mesh) -> None:
