@@ -262,15 +262,6 @@ def test_a_step_takes_the_weights_along_that_a_resume_needs(tmp_path: Path, run_
     assert found == [3], "of the two before it, version 2 was never published"
 
 
-def test_what_a_store_has_refused_is_told_once(run_dir: RunDir, store: str) -> None:
-    storage, directory = ObjectStorage(store), write_checkpoint(run_dir, 1)
-    (directory / "a_first.txt").write_text("of another length")
-    storage.publish(directory)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        storage.close(HANG_S)
-    storage.poll()
-
-
 def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,15 +67,6 @@ def load(path: Path, tokenizer: Tokenizer, **config: Any) -> list[Sample]:
     return load_samples(SftDataConfig(name=str(path), **config), tokenizer, seed=0)[0]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("as_directory", [False, True])
-def test_files_and_directories(suffix: str, as_directory: bool, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path / "data" / f"train.{suffix}", TEXT_ROWS)
-    samples = load(path.parent if as_directory else path, tokenizer)
-    expected = [f"{k}>{'x' * (k + 1)}<|end|>" for k in range(len(TEXT_ROWS))]
-    assert [whole_text(sample, tokenizer) for sample in samples] == expected
-
-
 def refused(path: Path, tokenizer: Tokenizer, **config: Any) -> str:
     with pytest.raises(DataError) as caught:
         load(path, tokenizer, **config)
@@ -280,11 +271,13 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> 
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     (tmp_path / "a.json").write_text(json.dumps(rows))
     write(tmp_path / "a.parquet", rows)
+    write(tmp_path / "lines" / "train.jsonl", rows)
+    write(tmp_path / "columns" / "train.parquet", rows)
     table = datasets.Dataset.from_list(rows)
     table.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "several"))
     expected = fingerprint_samples(load(plain, tokenizer))
-    for name in ("a.jsonl.gz", "a.json", "a.parquet", "one", "several"):
+    for name in ("a.jsonl.gz", "a.json", "a.parquet", "lines", "columns", "one", "several"):
         assert fingerprint_samples(load(tmp_path / name, tokenizer)) == expected, name
     assert "['test', 'train']" in refused(tmp_path / "several", tokenizer, split="trian")
 

@@ -2,21 +2,17 @@
 
 import inspect
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from pydantic import ValidationError
 
 from holdfast.config.named_algorithms import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
-from holdfast.config.preference import PreferenceLossConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.protocol.rollouts import Rollout
-from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
 from holdfast.trainer.rl.advantages import dr_grpo, grpo, max_rl, online_dpo, opo, pass_at_k, reinforce_pp, rloo
 from holdfast.trainer.rl.assign_advantages import assign_advantages, build_advantage, require_siblings
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
@@ -229,44 +225,6 @@ def test_the_pull_of_online_dpo_does_not_overflow(log_ratio: float) -> None:
     ]
     ((best, worst),) = online_dpo([group], beta=0.1)
     assert best == -worst == pytest.approx(2 * 0.1 / (1 + np.exp(np.float128(0.2 * log_ratio))))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_gradient_of_online_dpo_is_that_of_dpo_over_the_problems(seed: int) -> None:
-    """Ragged answers, groups of one to five, some of equal rewards, against the loss that `dpo` trains with."""
-    draw = random.Random(seed)
-    beta, groups, leaves = 0.1 + draw.random(), [], []
-    dpo, loss = PreferenceLossConfig(type="dpo", beta=beta), torch.zeros((), dtype=torch.float64)
-    num_problems = draw.randint(1, 4)
-    for _ in range(num_problems):
-        size = draw.randint(1, 5)
-        rewards = [0.5] * size if draw.random() < 0.3 else [float(draw.randint(0, 2)) for _ in range(size)]
-        answers = [torch.randn(draw.randint(1, 6), dtype=torch.float64, requires_grad=True) for _ in range(size)]
-        references = [torch.randn(len(answer), dtype=torch.float64) for answer in answers]
-        groups.append(
-            [
-                scored_rollout(reward, len(new), old_logprobs=new.detach().numpy(), reference_logprobs=of.numpy())
-                for reward, new, of in zip(rewards, answers, references, strict=True)
-            ]
-        )
-        leaves.append(answers)
-        if max(rewards) > min(rewards):
-            chosen, rejected = rewards.index(max(rewards)), rewards.index(min(rewards))
-            sums = [values[side].sum()[None] for values in (answers, references) for side in (chosen, rejected)]
-            counts = [torch.tensor([len(answers[side])]) for side in (chosen, rejected)]
-            scored = preference_loss(PairLogprobs(*sums, *counts, torch.zeros(1)), dpo)
-            loss = loss + scored.losses_P.sum() / num_problems
-
-    by_advantage = torch.zeros((), dtype=torch.float64)
-    for advantages, answers in zip(online_dpo(groups, beta=beta), leaves, strict=True):
-        for advantage, answer in zip(advantages, answers, strict=True):
-            by_advantage = by_advantage - advantage * answer.sum() / sum(map(len, groups))
-    everything = [answer for answers in leaves for answer in answers]
-    found = torch.autograd.grad(by_advantage, everything)
-    none = [None] * len(everything)
-    wanted = torch.autograd.grad(loss, everything, allow_unused=True) if loss.requires_grad else none
-    for own, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(own, torch.zeros_like(own) if want is None else want, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

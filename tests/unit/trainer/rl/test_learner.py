@@ -382,15 +382,6 @@ def test_a_model_beside_the_policy_must_know_its_tokens(
         start(**settings)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_teacher_of_equal_weights_diverges_nowhere(start: Start, tiny_model: Callable[..., Path], dtype: str) -> None:
-    model, name = {"name": str(tiny_model()), "dtype": dtype, "logits_chunk_tokens": 7}, str(tiny_model())
-    run = start(model=model, advantage="distillation", distillation=FULL, kl={"reference": name})
-    first = run.learn(1)
-    assert first["distillation/kl"] == 0 and first["grad_norm"] < 1e-4
-    assert "ref_kld" not in first and "kl/sequence" not in first
-
-
 @pytest.mark.parametrize("chunk", [5, 4096])
 def test_whole_vocabularies_of_a_teacher_are_a_term_of_the_loss(
     start: Start, tiny_model: Callable[..., Path], seen: list[PolicyLossInput], chunk: int
