@@ -17,7 +17,7 @@ from transformers.optimization import (
 )
 
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import MAX_BFLOAT16_DECAY, OptimConfig, SftConfig, learning_rate, schedule_end
+from holdfast.config.training import OptimConfig, SftConfig, learning_rate, schedule_end
 from holdfast.errors import TrainingError
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.tensor_names import DTYPES
@@ -228,26 +228,6 @@ def test_moments_in_bfloat16_are_those_that_numpy_calculates(steps: int) -> None
         apart = held.view(torch.int16).int() - torch.from_numpy(expected).bfloat16().view(torch.int16).int()
         assert held.dtype == torch.bfloat16 and int(apart.abs().max()) <= 1
         assert float((apart != 0).double().mean()) < 0.01
-
-
-@pytest.mark.parametrize("begins", [0.0, 4.0])
-@pytest.mark.parametrize(("decay", "off"), [(0.95, 0.08), (MAX_BFLOAT16_DECAY, 0.1), (0.99, 0.4), (0.999, 1)])
-def test_moments_come_close_to_what_they_follow_up_to_the_decay_that_is_allowed(
-    decay: float, off: float, begins: float
-) -> None:
-    assert OptimConfig(betas=(decay, decay)).fits_bfloat16 == (off <= 0.1)
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = build_optimizer(nn.ParameterList([parameter]), COMPACT.model_copy(update={"betas": (decay, decay)}))
-    state = optimizer.state[parameter]
-    state |= initial_moments(optimizer, parameter)
-    for key in ("exp_avg", "exp_avg_sq"):
-        state[key].fill_(begins)
-    for _ in range(2000):
-        parameter.grad = torch.ones(1)
-        update_parameters(optimizer, lr=0.01)
-    for key in ("exp_avg", "exp_avg_sq"):
-        found = abs(1 - 1 / float(state[key]))
-        assert found <= off if off <= 0.1 else begins or found > 0.1, state
 
 
 def test_what_is_kept_of_a_parameter_is_what_a_first_step_makes(tiny_model: Callable[..., Path]) -> None:

@@ -92,17 +92,12 @@ class Counting(torch.optim.SGD):
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "SGD": tuned(torch.optim.SGD, lr=0.1),
     "SGD momentum": tuned(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
-    "Adam amsgrad": tuned(torch.optim.Adam, lr=0.01, amsgrad=True),
-    "AdamW": tuned(torch.optim.AdamW, lr=0.01),
     "AdamW fused": tuned(torch.optim.AdamW, lr=0.01, fused=True),
     "AdamW tensor lr": tuned(torch.optim.AdamW, lr=torch.tensor(0.01)),
     "AdamW groups": in_two_groups,
     "Adagrad": tuned(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3),
-    "Adadelta": tuned(torch.optim.Adadelta),
     "Adafactor": tuned(torch.optim.Adafactor, lr=0.01),
-    "RMSprop": tuned(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
     "state without tensors": tuned(Counting, lr=0.1, momentum=0.9),
 }
 
@@ -160,27 +155,15 @@ def test_two_modules_with_the_same_parameter_names_share_an_optimizer(tmp_path: 
         assert everything(loaded[name], loaded["optimizer"]) == everything(saved[name], saved["optimizer"])
 
 
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
-    "CosineAnnealingLR": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
-    "MultiStepLR": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
-    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
-    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_every_scheduler_goes_on(kind: str, tmp_path: Path) -> None:
-    """One of them counts by integer keys, another starts from an infinite best."""
+def test_a_scheduler_goes_on(tmp_path: Path) -> None:
 
     def start(seed: int) -> tuple[dict[str, Any], Callable[[], float]]:
         model = make_net(seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = SCHEDULERS[kind](optimizer)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)  # from an infinite best
 
         def advance() -> float:
-            loss = step(model, optimizer)
-            scheduler.step(*([loss] if kind == "ReduceLROnPlateau" else []))
+            scheduler.step(step(model, optimizer))
             return optimizer.param_groups[0]["lr"]
 
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}, advance
