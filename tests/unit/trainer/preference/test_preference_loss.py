@@ -98,7 +98,6 @@ def test_sums_of_stretches() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
         ({"type": "apo_zero", "label_smoothing": 0.1}, "label_smoothing = 0.1 is for type = dpo and robust"),
         ({"type": "dpo", "margin": 1.0}, "margin"),
         ({"type": "ipo", "odpo_alpha": 1.0}, "odpo_alpha = 1.0 is for type = dpo without label_smoothing"),
@@ -113,6 +112,12 @@ def test_sums_of_stretches() -> None:
             "has no use with type = dpo and reference = none",
         ),
         ({"type": "dpo", "beta": 0.0}, "beta"),
+        ({"type": "kto", "reference": "none"}, "reference = none is for other types than kto"),
+        ({"type": "kto", "rpo_alpha": 1.0}, "kto, which has no pairs"),
+        ({"type": "kto", "odpo_alpha": 1.0}, "is for type = dpo"),
+        ({"type": "kto", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"type": "kto", "desirable_weight": 0.0}, "desirable_weight"),
+        ({"type": "dpo", "undesirable_weight": 2.0}, "undesirable_weight = 2.0 are for type = kto"),
         ({"type": "cpo"}, "type"),
     ],
 )
@@ -127,6 +132,7 @@ def test_settings_that_a_loss_does_not_know_are_refused(settings: dict[str, Any]
         *((kind, 0.1, "precomputed") for kind in ("dpo", "ipo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down")),
         ("simpo", 2.0, "none"),
         ("orpo", 0.1, "none"),
+        ("kto", 0.1, "precomputed"),
     ],
 )
 def test_defaults_depend_on_the_loss_and_survive_being_written(kind: str, beta: float, reference: str) -> None:

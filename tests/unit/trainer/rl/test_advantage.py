@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from holdfast.config.named_algorithms import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import ConfigError, TrainingError
-from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.rl.advantages import dr_grpo, grpo, max_rl, online_dpo, opo, pass_at_k, reinforce_pp, rloo
 from holdfast.trainer.rl.assign_advantages import assign_advantages, build_advantage, require_siblings
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
 from holdfast.trainer.rl.scored_rollouts import ScoredRollout
 from tests.builders.advantage_settings import NEEDED
+from tests.builders.sampled_rollouts import sampled_rollout
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout, step_rollout
 from tests.builders.slow_advantages import by_token, random_groups
 from tests.conftest import ROOT
@@ -139,15 +139,8 @@ def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
         assert by_token(name, groups) == by_token(name, masked)
 
 
-def rollout(task_id: int, reward: float) -> Rollout:
-    return Rollout(
-        environment="e", task_id=task_id, sample_index=0, token_ids=[1, 2], loss_mask=[False, True],
-        logprobs=[0.0, 0.0], versions=[], reward=reward,
-    )  # fmt: skip
-
-
 def test_advantages_reach_every_token_of_their_rollouts() -> None:
-    rollouts = [rollout(0, 1.0), rollout(0, 3.0), rollout(1, 5.0), rollout(1, 4.0)]
+    rollouts = [sampled_rollout(reward, task_id=task, sampled=1) for task, reward in ((0, 1), (0, 3), (1, 5), (1, 4))]
     samples = to_samples(rollouts, trained_version=0)
     rewards_PG = [[one.reward for one in group] for group in group_rollouts(rollouts)]
     assert rewards_PG == [[1.0, 3.0], [5.0, 4.0]]

@@ -19,18 +19,14 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.programs.rl import _prune_batches
 from holdfast.trainer.rl.accounting import Ledger, check_tasks, check_trained
 from holdfast.trainer.state import Progress
+from tests.builders.sampled_rollouts import sampled_rollout
 
 GROUP, TOKENS = 2, 5
 
 
 def group(environment: str, task: int, samples: Sequence[int] = range(GROUP)) -> list[Rollout]:
-    return [
-        Rollout(
-            environment=environment, task_id=task, sample_index=sample, token_ids=[1] * TOKENS,
-            loss_mask=[True] * TOKENS, logprobs=[0.0] * TOKENS, versions=[],
-        )
-        for sample in samples
-    ]  # fmt: skip
+    own: dict[str, Any] = {"environment": environment, "task_id": task, "sampled": TOKENS - 1}
+    return [sampled_rollout(0.0, sample_index=sample, **own) for sample in samples]
 
 
 def make_batch(step: int, *tasks: tuple[str, int]) -> Batch:
