@@ -73,19 +73,6 @@ def test_values_and_gradients_are_those_of_transformers(
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_a_sample_is_scored_at_its_last_token_as_transformers_does(
-    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh, pack: bool
-) -> None:
-    directory, theirs = reward_model
-    scores_S = score_samples(build(directory, mesh), samples(), [1, 2], pack=pack, device=CPU)
-    padded = torch.zeros(2, 12, dtype=torch.long)
-    for row, index in enumerate((1, 2)):
-        padded[row, : LENGTHS[index]] = torch.as_tensor(samples()[index].token_ids, dtype=torch.long)
-    expected_S = theirs(padded, attention_mask=(padded != 0).long()).logits[:, 0]
-    torch.testing.assert_close(scores_S, expected_S, rtol=1e-5, atol=1e-6)
-
-
 def test_each_pass_is_a_sign_of_life(tiny_model: Models, mesh: Mesh) -> None:
     heartbeat, model = start_heartbeat(), build(tiny_model("llama", tied=False), mesh)
     for _ in range(3):
