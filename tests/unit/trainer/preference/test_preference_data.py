@@ -450,14 +450,24 @@ def test_a_step_of_kto_is_what_logits_and_the_formula_give(offset: float, policy
         ratios = [answer_logprob(policy, a.mismatched).item() - reference[a.number, 1] for a in answers]
     kl = max(0.0, sum(ratios) / 5)
     assert metrics["kl"] == pytest.approx(kl, rel=1e-5) and (kl > 1) == (offset > 0)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, by_label = torch.zeros((), dtype=torch.float64), {True: list[tuple[float, float]](), False: []}
     for answer in answers:
-        ratio = answer_logprob(policy, answer.answer) - reference[answer.number, 0]
+        logp = answer_logprob(policy, answer.answer)
+        ratio = logp - reference[answer.number, 0]
+        by_label[answer.is_desirable].append((logp.item(), 0.3 * ratio.item()))
         gain = 0.3 * (ratio - kl) * (1 if answer.is_desirable else -1)
         loss = loss + (1.2 if answer.is_desirable else 0.8) * (1 - torch.sigmoid(gain)) / 5
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     torch.testing.assert_close(found, taken_gradients(policy), rtol=1e-4, atol=1e-6)
+    for side, label in (("chosen", True), ("rejected", False)):
+        logps, rewards = np.mean(by_label[label], axis=0)
+        assert (metrics[f"logps/{side}"], metrics[f"rewards/{side}"]) == pytest.approx(
+            (logps, rewards), rel=1e-5, abs=1e-5
+        )
+    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
+    alone = objective.measure(policy, [answer for answer in answers if answer.is_desirable])
+    assert "rewards/rejected" not in alone and "rewards/margins" not in alone and alone["desirable"] == 1
 
 
 def test_a_step_of_kto_is_the_same_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
@@ -471,21 +481,3 @@ def test_a_step_of_kto_is_the_same_however_it_is_split(policy: Policy, mesh: Mes
     assert metrics["kl"] > 0.1 and metrics["desirable"] == pytest.approx(2 / 3) and policy.training
     whole = objective_of(policy, mesh, answers, offset=1.0, micro_batch_size=12)
     assert whole.measure(policy, answers) == pytest.approx(metrics, rel=1e-6)
-
-
-def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, mesh: Mesh) -> None:
-    answers = ragged_answers(9)
-    objective = objective_of(policy, mesh, answers, offset=1.0)
-    metrics = objective.measure(policy, answers)
-    with torch.no_grad():
-        logps = [answer_logprob(policy, answer.answer).item() for answer in answers]
-    rewards = [0.3 * (logp - objective.reference.logprobs_P2[k, 0]) for k, logp in enumerate(logps)]
-    good = [answer.number for answer in answers if answer.is_desirable]
-    bad = [answer.number for answer in answers if not answer.is_desirable]
-    for side, numbers in (("chosen", good), ("rejected", bad)):
-        assert metrics[f"rewards/{side}"] == pytest.approx(np.mean([rewards[k] for k in numbers]), rel=1e-5)
-        assert metrics[f"logps/{side}"] == pytest.approx(np.mean([logps[k] for k in numbers]), rel=1e-5)
-    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
-    alone = objective.measure(policy, [answers[k] for k in good])
-    assert "rewards/rejected" not in alone and "rewards/margins" not in alone and alone["desirable"] == 1
-    assert "rewards/chosen" not in objective.measure(policy, [answers[k] for k in bad])
