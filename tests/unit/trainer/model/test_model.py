@@ -288,16 +288,6 @@ def check(directory: Path, mesh: Mesh, **settings: Any) -> None:
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
 
 
-def test_several_files_are_read_in_parts(tiny_model: Models, mesh: Mesh, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "model", max_shard_size="20kB")
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
-    check(tmp_path / "model", mesh)
-    (tmp_path / "model" / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(DataError, match="index.json is not JSON"):
-        check(tmp_path / "model", mesh)
-
-
 def beside(name: str, text: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_text(text)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.chat.tokenizer import end_token_ids
-from holdfast.config import DpoConfig, RewardTrainingConfig
+from holdfast.config import RewardTrainingConfig
 from holdfast.config.named_algorithms import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
 from holdfast.config.training import TrainedModelConfig
@@ -135,15 +135,6 @@ def test_defaults_depend_on_the_loss_and_survive_being_written(kind: str, beta: 
     settings = preference_config(kind)
     assert (settings.scale, settings.reference) == (beta, reference)
     assert PreferenceLossConfig.model_validate(settings.model_dump(exclude_none=True)) == settings
-
-
-def test_the_learning_rates_that_are_not_given() -> None:
-    """One setting of a section that is given leaves the default of another as it was."""
-    assert DpoConfig().optim.lr == 1e-6
-    given = DpoConfig.model_validate({"optim": {"warmup_steps": 5}}).optim
-    assert (given.lr, given.warmup_steps) == (1e-6, 5)
-    assert DpoConfig.model_validate({"optim": {"lr": 3e-4}}).optim.lr == 3e-4
-    assert RewardTrainingConfig.model_validate({"optim": {"warmup_steps": 5}}).optim.lr == 1e-5
 
 
 def doubles(*values: float) -> Tensor:
