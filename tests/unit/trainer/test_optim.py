@@ -1,8 +1,6 @@
 """AdamW, Muon against torch's own, clipping and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -30,6 +28,7 @@ from holdfast.trainer.optimizer import (
     update_parameters,
 )
 from holdfast.trainer.session import Stopwatch, memory_gib
+from tests.conftest import ModelFactory
 
 _SCHEDULES = {
     "constant": lambda optimizer, warmup, end, low: get_constant_schedule_with_warmup(optimizer, warmup),
@@ -153,7 +152,7 @@ def names_of(model: nn.Module) -> set[str]:
     return {".".join(name.split(".")[-2:]) for name, one in model.named_parameters() if id(one) in chosen}
 
 
-def test_embeddings_heads_norms_and_biases_are_not_for_muon(tiny_model: Callable[..., Path]) -> None:
+def test_embeddings_heads_norms_and_biases_are_not_for_muon(tiny_model: ModelFactory) -> None:
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     linear = {f"{name}.weight" for name in (*attention, *mlp)}
     assert names_of(AutoModelForCausalLM.from_pretrained(tiny_model(tied=False))) == linear
@@ -163,7 +162,7 @@ def test_embeddings_heads_norms_and_biases_are_not_for_muon(tiny_model: Callable
 
 
 @pytest.mark.parametrize(("weight_decay", "dtype"), [(0.0, "float32"), (0.1, "float32"), (0.1, "bfloat16")])
-def test_steps_are_those_of_torch(tiny_model: Callable[..., Path], weight_decay: float, dtype: str) -> None:
+def test_steps_are_those_of_torch(tiny_model: ModelFactory, weight_decay: float, dtype: str) -> None:
     """Of torch with moments that are rounded after each step, if ours are held in bfloat16."""
     ours, theirs = (AutoModelForCausalLM.from_pretrained(tiny_model(tied=False)) for _ in range(2))
     config = MUON.model_copy(update={"weight_decay": weight_decay, "moments_dtype": dtype})
@@ -230,7 +229,7 @@ def test_moments_in_bfloat16_are_those_that_numpy_calculates(steps: int) -> None
         assert float((apart != 0).double().mean()) < 0.01
 
 
-def test_what_is_kept_of_a_parameter_is_what_a_first_step_makes(tiny_model: Callable[..., Path]) -> None:
+def test_what_is_kept_of_a_parameter_is_what_a_first_step_makes(tiny_model: ModelFactory) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     for config in (MUON, OptimConfig(), COMPACT, MUON.model_copy(update={"moments_dtype": "bfloat16"})):
         optimizer = build_optimizer(model, config)
@@ -246,7 +245,7 @@ def test_what_is_kept_of_a_parameter_is_what_a_first_step_makes(tiny_model: Call
             assert not any(one.any() for one in moments.values())
 
 
-def test_a_parameter_without_a_gradient_stays(tiny_model: Callable[..., Path]) -> None:
+def test_a_parameter_without_a_gradient_stays(tiny_model: ModelFactory) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     update_parameters(build_optimizer(model, MUON), lr=0.1)

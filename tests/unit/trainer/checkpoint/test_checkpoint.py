@@ -123,9 +123,7 @@ def test_latest_falls_back_past_damage_and_auto_starts_afresh_only_where_there_i
     assert state.progress.step == 2
 
 
-def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_use(
-    make_state: MakeState, run_dir: RunDir
-) -> None:
+def test_retention_spares_the_best_every_third_the_loaded_and_the_used(make_state: MakeState, run_dir: RunDir) -> None:
     state = make_state()
     save(run_dir, state)
     retention = Retention(keep=1, keep_interval=3, keep_best=BestMetric.parse("min:loss"))
@@ -193,9 +191,7 @@ def test_the_manifest_says_who_wrote_it(make_state: MakeState, run_dir: RunDir) 
     assert listing.fingerprints.model == fingerprint_tensors(state.tensors()) != other
 
 
-def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(
-    make_state: MakeState, run_dir: RunDir, mesh: Mesh
-) -> None:
+def test_a_rank_new_to_the_checkpoint_derives_its_generator(make_state: MakeState, run_dir: RunDir, mesh: Mesh) -> None:
     state = make_state(steps=1)
     directory = save(run_dir, state)
     listing = manifest.read_manifest(directory)
@@ -238,9 +234,7 @@ def test_a_step_takes_the_weights_along_that_a_resume_needs(tmp_path: Path, run_
     assert found == [3], "of the two before it, version 2 was never published"
 
 
-def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_follows_a_commit_comes_before_any_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     remove = atomic.remove_directory
     monkeypatch.setattr(atomic, "remove_directory", lambda path: (happened.append(f"- {path.name}"), remove(path)))

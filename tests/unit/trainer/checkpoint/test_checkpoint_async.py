@@ -352,9 +352,7 @@ def cutting_a_shard(writer: FileSystemWriter, whole: Callable[..., Any], *given:
     os.truncate(shard, shard.stat().st_size - 1)
 
 
-def test_what_a_writer_loses_or_a_disk_cuts_fails_the_save(
-    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_and_cut_data_fail_saves(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, (method, fault, said) in enumerate(
         (
             ("write_data", losing_a_tensor, "1 of .* tensors were not written"),
@@ -393,9 +391,7 @@ def test_what_fails_after_the_commit_does_not_undo_it(
     manifest.verify(run_dir.checkpoint(1))
 
 
-def test_leftovers_of_a_killed_save_are_replaced_and_no_part_of_the_next(
-    make_state: MakeState, run_dir: RunDir, tmp_path: Path
-) -> None:
+def test_leftovers_of_a_killed_save_are_replaced(make_state: MakeState, run_dir: RunDir, tmp_path: Path) -> None:
     torn = run_dir.checkpoints / ".tmp-step_1" / TRAINER_DIR
     torn.mkdir(parents=True)
     (torn / "__0_0.distcp").write_bytes(b"half")

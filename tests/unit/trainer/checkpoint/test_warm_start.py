@@ -181,9 +181,7 @@ def test_what_older_files_hold_besides_weights_is_ignored(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("make", [make_checkpoint, as_dcp, as_file, as_published_weights])
-def test_another_model_is_refused_before_a_tensor_is_touched(
-    make: Make, tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_another_model_is_refused_with_no_tensor_touched(make: Make, tiny_model: ModelFactory, tmp_path: Path) -> None:
     one, two = (tiny_model(num_hidden_layers=number) for number in (1, 2))
     source = make(one, tmp_path / "source")
     for model, taken, text in (

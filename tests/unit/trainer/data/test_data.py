@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from holdfast.trainer.data.tokenizing import workers_of_this_rank
 from holdfast.trainer.preference.pairs import load_pairs
 from holdfast.trainer.survey import take_survey, tell_data
 from tests.builders.toy import DATA, MODEL, PAIRS
+from tests.conftest import ModelFactory
 from tests.models.chat_templates import make_tokenizer
 
 Tokenizer = PreTrainedTokenizerBase
@@ -99,9 +99,7 @@ def test_what_is_no_dataset_is_refused(
     assert re.search(said, refused(tmp_path / name, tokenizer))
 
 
-def test_an_empty_directory_missing_columns_and_missing_messages_are_named(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_an_empty_directory_missing_columns_and_messages_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     assert "directory" in refused(tmp_path / "directory", tokenizer)
     message = refused(write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}]), tokenizer)
@@ -143,9 +141,7 @@ def test_too_long_samples_are_refused_or_dropped_or_cut_and_counted(
         (None, "no chat template"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_told(
-    template: str | None, said: str, tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_bad_templates_are_told(template: str | None, said: str, tiny_model: ModelFactory, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     tokenizer.chat_template = template
     with pytest.raises(HoldfastError, match=said) as caught:

@@ -220,9 +220,7 @@ def test_killed_while_it_makes_the_cache_the_next_start_makes_it(
     assert not whole.name.startswith(scratch_name())
 
 
-def test_where_the_disk_cannot_take_it_a_run_does_without(
-    config: SftDataConfig, digest: Digest, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_keeps_no_cache(config: SftDataConfig, digest: Digest, capfd: pytest.CaptureFixture[str]) -> None:
     expected = digest(config, cache_dir="")
 
     def load() -> None:

@@ -139,9 +139,7 @@ def test_packed_attention_refuses_what_it_does_not_know() -> None:
     packed_attention(nn.Identity(), query, query, query, None, banana=None, use_cache=False)
 
 
-def test_models_without_a_decoder_layers_a_head_or_a_last_position(
-    hf_model: PreTrainedModel, tiny_model: Models
-) -> None:
+def test_models_without_a_decoder_layers_head_or_last_position(hf_model: PreTrainedModel, tiny_model: Models) -> None:
     config = LlamaConfig()
     with pytest.raises(DataError, match="Flat has no decoder apart from its head"):
         decoder_of(Flat(config))
@@ -156,9 +154,7 @@ def test_models_without_a_decoder_layers_a_head_or_a_last_position(
     assert (longest_sample(opt), longest_sample(mamba)) == (16, None)
 
 
-def test_a_buffer_that_nobody_can_compute_is_named(
-    tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_nobody_can_compute_is_named(tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     begin = LlamaMLP.__init__
@@ -176,9 +172,7 @@ def build(directory: Path, mesh: Mesh, **config: Any) -> Policy:
     return build_policy(TrainedModelConfig.model_validate({"name": str(directory), **config}), mesh, seed=0)
 
 
-def test_what_a_model_cannot_be_configured_to_is_refused(
-    tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_model_cannot_do_is_refused(tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny_model("llama")
     with pytest.raises(DataError, match="transformers cannot build a causal language model of type llama with banana"):
         build(directory, mesh, attention="banana")

@@ -241,9 +241,7 @@ def published_scorer(model: ScalarModel, tokenizer: PreTrainedTokenizerBase, mes
     return publisher.publish(1)
 
 
-def test_adapters_and_head_of_a_reward_model_are_trained_and_nothing_else(
-    build_scorer: Any, tiny_model: Models, mesh: Mesh
-) -> None:
+def test_of_a_reward_model_adapters_and_head_are_trained(build_scorer: Any, tiny_model: Models, mesh: Mesh) -> None:
     model = build_scorer()
     names = set(trained_tensors(model.hf_model))
     assert HEAD in names and trained_parameters(model.hf_model).keys() == names

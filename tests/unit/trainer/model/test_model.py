@@ -179,9 +179,7 @@ def test_after_a_forward_alone_the_parameters_go_back_to_shards(tiny_model: Mode
     assert all(isinstance(tensor, DTensor) for tensor in trained_tensors(policy.hf_model).values())
 
 
-def test_what_is_offloaded_lies_on_the_host_and_is_whole_only_while_it_is_computed_with(
-    tiny_model: Models, mesh: Mesh
-) -> None:
+def test_what_is_offloaded_lies_on_the_host_and_is_whole_only_in_use(tiny_model: Models, mesh: Mesh) -> None:
     """On one rank in float32, too, which is not sharded otherwise; values and gradients are the same bits."""
     plain, offloaded = build(tiny_model(), mesh), build(tiny_model(), replace(mesh, cpu_offload=True))
     parts = [module for module in offloaded.modules() if isinstance(module, FSDPModule)]

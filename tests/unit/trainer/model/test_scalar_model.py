@@ -80,9 +80,7 @@ def test_each_pass_is_a_sign_of_life(tiny_model: Models, mesh: Mesh) -> None:
     assert heartbeat.beat.moves == 3
 
 
-def test_no_samples_give_no_scores_and_gradients_of_zero(
-    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh
-) -> None:
+def test_no_samples_give_no_scores_and_zero_gradients(reward_model: tuple[Path, PreTrainedModel], mesh: Mesh) -> None:
     model = build(reward_model[0], mesh)
     scores_S = score_samples(model, samples(), [], pack=True, device=CPU)
     assert scores_S.shape == (0,)

@@ -170,9 +170,7 @@ def test_an_engine_does_not_ask_for_what_transformers_leaves_out_of_the_original
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_without_an_original_the_names_are_those_of_save_pretrained(
-    family: str, publish: Publish, tiny_model: ModelFactory
-) -> None:
+def test_without_an_original_names_are_transformers(family: str, publish: Publish, tiny_model: ModelFactory) -> None:
     bare = tiny_model(family, tied=False, weights=False, **FAMILIES[family])
     directory, _ = publish(bare, layout="none", init="random")
     names = tensors_of(tiny_model(family, tied=False, **FAMILIES[family])).keys()
@@ -238,9 +236,7 @@ def test_experts_are_not_whole_matrices_of_files(tiny_model: ModelFactory) -> No
     assert PER_EXPERT in layout.names and not layout.is_plain
 
 
-def test_names_come_from_an_index_a_file_or_the_hub(
-    tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_names_come_from(tiny_model: ModelFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", tied=False)
     expected = names_in_files(str(model))
     assert expected == sorted(tensors_of(model))
@@ -277,9 +273,7 @@ class Transposing(TensorLayout):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Forgetful, "model.norm.weight"), (Transposing, "lm_head.weight")])
-def test_a_layout_in_which_files_do_not_come_back_is_refused(
-    kind: type[TensorLayout], name: str, tiny_model: ModelFactory
-) -> None:
+def test_a_layout_that_loses_tensors_is_refused(kind: type[TensorLayout], name: str, tiny_model: ModelFactory) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_model_config(str(tiny_model("llama", tied=False))))
     with pytest.raises(DataError, match=rf"{name} would not come back from the files \(1 such tensors\)"):
@@ -301,9 +295,7 @@ def test_bfloat16_weights_are_the_rounded_masters(publisher_of: PublisherOf, tin
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)], ids=["open", "private"])
-def test_weights_may_be_read_by_whom_the_umask_lets(
-    publisher_of: PublisherOf, tiny_model: ModelFactory, mask: int, mode: int
-) -> None:
+def test_weights_follow_the_umask(publisher_of: PublisherOf, tiny_model: ModelFactory, mask: int, mode: int) -> None:
     publisher, _ = publisher_of(tiny_model())
     before = os.umask(mask)
     try:

@@ -2,7 +2,6 @@
 
 import gc
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
 from tests.builders.plain_models import copy_with_other_tokens
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
-from tests.conftest import BASE
+from tests.conftest import BASE, ModelFactory
 from tests.models.plain_logprobs import answer_logprob
 
 TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
@@ -121,9 +120,7 @@ def test_margins_must_be_numbers(tmp_path: Path, tokenizer: Tokenizer, margin: A
         read(tmp_path, TEXTS, tokenizer, RATED_PAIR_FORMATS)
 
 
-def test_pairs_that_teach_nothing_are_left_out(
-    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pairs_of_no_use_are_left_out(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     equal = {"prompt": "x>", "chosen": "x", "rejected": "x"}
     assert [pair.number for pair in read(tmp_path, [equal, *TEXTS], tokenizer)] == [0, 1]
     assert "1 pairs have the same tokens on both sides" in caplog.text
@@ -159,7 +156,7 @@ def _beside(config: DpoConfig, pairs: list[Pair], mesh: Mesh) -> ReferenceTable:
     return work.table
 
 
-def test_another_reference_says_its_weights_words(tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path) -> None:
+def test_another_reference_says_its_weights_words(tiny_model: ModelFactory, mesh: Mesh, tmp_path: Path) -> None:
     name, pairs = str(tiny_model(seed=1)), ragged_pairs(5)
     data = {"seq_len": 16, "shuffle": False}
     of_policy = {"model": {"name": str(tiny_model())}, "data": data, "output_dir": tmp_path, "max_steps": 1}
@@ -177,7 +174,7 @@ def test_another_reference_says_its_weights_words(tiny_model: Callable[..., Path
     assert beside.model == found.model and beside.logprobs_P2.tolist() == found.logprobs_P2.tolist(), "no adapters"
 
 
-def test_a_reference_with_other_tokens_is_refused(tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path) -> None:
+def test_a_reference_with_other_tokens_is_refused(tiny_model: ModelFactory, mesh: Mesh, tmp_path: Path) -> None:
     other = copy_with_other_tokens(tiny_model(seed=1), tmp_path / "other")
     config = DpoConfig.model_validate({"model": {"name": str(tiny_model())}, "loss": {"reference_model": str(other)}})
     with pytest.raises(DataError, match=r"loss\.reference_model = .* has another tokenizer .*: 2 tokens differ"):
@@ -257,7 +254,7 @@ def test_the_prompt_of_a_pair_attends_to_itself_once_and_costs_as_much() -> None
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_model: Callable[..., Path], mesh: Mesh) -> Policy:
+def policy(tiny_model: ModelFactory, mesh: Mesh) -> Policy:
     return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), mesh, seed=0)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
 from tests.builders.slow_preferences import pairs, preference_config, variants
+from tests.conftest import ModelFactory
 
 MARGIN = torch.tensor([0.5], dtype=torch.float64)
 ALL = [one for name, built_in in PREFERENCE_LOSSES.items() if built_in.function for one in variants(name)]
@@ -155,13 +155,11 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> No
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path], mesh: Mesh) -> ScalarModel:
+def model(tiny_model: ModelFactory, mesh: Mesh) -> ScalarModel:
     return build_scalar_model(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
 
 
-def test_sides_end_with_the_stop_token_as_sampled_answers_do(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_sides_end_with_the_stop_token_as_sampled_ones_do(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """Whatever white space a chat template puts behind it; text behind it stays, and so does a prompt's stop token."""
     stop = tokenizer.eos_token_id
     text, space, closing = (tokenizer(part)["input_ids"] for part in ("ab", " ", "z"))
@@ -213,7 +211,7 @@ def test_a_step_is_what_transformers_and_the_formula_give_however_it_is_split(mo
     assert 0 < metrics["rewards/accuracies"] < 1
 
 
-def test_validation_has_no_dropout_and_leaves_training_on(tiny_model: Callable[..., Path], mesh: Mesh) -> None:
+def test_validation_has_no_dropout_and_leaves_training_on(tiny_model: ModelFactory, mesh: Mesh) -> None:
     pairs = ragged_pairs(4, margin=0.3)
     dropping = build_scalar_model(TrainedModelConfig(name=str(tiny_model(attention_dropout=0.5))), mesh, seed=0)
     objective = reward_objective(RewardTrainingConfig.model_validate({"data": {"seq_len": 16}}), mesh)

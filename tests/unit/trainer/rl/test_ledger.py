@@ -225,9 +225,7 @@ def test_each_environment_has_groups_of_its_own_size() -> None:
     ("keep", "checkpoints", "first"),
     [(0, [4, 8], 5), (5, [4, 8], 4), (20, [4, 8], 1), ("all", [8], 1), (0, [8], 9), (2, [8], 7), (0, [], 1)],
 )
-def test_batches_stay_for_checkpoints_and_to_be_looked_into(
-    tmp_path: Path, keep: Any, checkpoints: list[int], first: int
-) -> None:
+def test_batches_stay_for_checkpoints_and_users(tmp_path: Path, keep: Any, checkpoints: list[int], first: int) -> None:
     run_dir = RunDir(tmp_path)
     for step in range(1, 9):
         run_dir.batch(step).mkdir(parents=True)

@@ -25,7 +25,7 @@ from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.rl.mismatch import measure_canary, mismatch_limit
 from holdfast.trainer.session import Stopwatch
 from tests.builders.learner_runs import start_learner
-from tests.conftest import ROOT
+from tests.conftest import ROOT, ModelFactory
 
 PROMPT, LENGTH = 3, 12
 Learn = Callable[..., dict[str, float]]
@@ -52,7 +52,7 @@ def sampled_by(policy: Policy, mesh: Mesh, sampling: Sampling, *, off_by: float)
 
 
 @pytest.fixture
-def learn(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Learn:
+def learn(tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Learn:
     """Return a maker of one step on rollouts that are `age` versions old; None: a teacher's."""
 
     def step(

@@ -1,7 +1,7 @@
 """The statistics of a step: against slow sums over tokens, however tokens are dealt to ranks; warnings and alerts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from holdfast.config.view import AlertsConfig
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.rl.metrics import Alerts, PolicyStatistics
 from holdfast.trainer.session import DivergenceWatch, finding_of
+from tests.conftest import ModelFactory
 from tests.forking.commands import shared_commands
 from tests.ranks.policy_metrics import AGES, LOSSES, TOKENS, compute, loss_input, statistics_of
 
@@ -51,9 +52,7 @@ Seen = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def one_and_two(
-    tiny_model: Callable[..., Path], sft_data: Path, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory
-) -> Seen:
+def one_and_two(tiny_model: ModelFactory, sft_data: Path, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What one rank computes, and what each of two does."""
     directory, model_dir = tmp_path_factory.mktemp("ranks"), tiny_model()
     shared_commands().two_ranks("tests.ranks.policy_metrics", directory, model_dir, sft_data)
@@ -81,9 +80,7 @@ def test_two_ranks_measure_the_bits_that_one_measures(one_and_two: Seen) -> None
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("what", "tolerance"), [("taught", (1e-4, 1e-6)), ("stepped", (0, 1e-7))])
-def test_two_ranks_learn_of_a_teacher_and_take_steps_of_muon_as_one(
-    what: str, tolerance: tuple[float, float], one_and_two: Seen
-) -> None:
+def test_two_ranks_learn_and_take_steps_as_one(what: str, tolerance: tuple[float, float], one_and_two: Seen) -> None:
     one, two = one_and_two
     assert float(one["taught"]["loss"]) > 0.1
     for rank in two:
