@@ -5,7 +5,6 @@ import logging
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -150,13 +149,3 @@ def test_what_a_reference_said_by_another_config_json_is_said_anew(programs: Pro
     run_dir = train("dpo", output, settings, until=1)
     assert (output / REFERENCE_NAME).read_bytes() != before
     assert abs(column(run_dir, "rewards/margins")[0]) < 1e-6
-
-
-@pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 2, "alpha": 8}}], ids=["whole", "adapters"])
-def test_the_reference_is_the_policys_first_model(adapters: dict[str, Any], programs: Programs, tmp_path: Path) -> None:
-    settings = programs.settings("dpo", dropout=False)
-    model = settings["model"] | adapters
-    run_dir = train("dpo", tmp_path / "run", settings | {"model": model, "optim": {"lr": 1e-2}}, until=3)
-    losses, margins = column(run_dir, "loss"), column(run_dir, "rewards/margins")
-    assert losses[0] == pytest.approx(np.log(2)) and abs(margins[0]) < 1e-6
-    assert losses[-1] < losses[0] and margins[-1] > 0
