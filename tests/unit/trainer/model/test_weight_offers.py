@@ -56,11 +56,7 @@ def tensors(seed: int = 0) -> list[tuple[str, Tensor]]:
 
 
 def join(
-    offer: Offer,
-    rank: int = 1,
-    num_members: int = 2,
-    architecture: Architecture = ARCHITECTURE,
-    attempt: str = "first",
+    offer: Offer, rank: int = 1, num_members: int = 2, architecture: Architecture = ARCHITECTURE, attempt: str = "first"
 ) -> Incoming:
     return Incoming.join(
         Transfer(offer, num_members=num_members, first_rank=rank, attempt=attempt),
