@@ -39,25 +39,6 @@ PLANNED = "model.layers.*.mlp.experts"
 CPU = torch.device("cpu")
 
 
-class Flat(PreTrainedModel):
-    """A decoder without layers."""
-
-    config_class = LlamaConfig
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.words = nn.Embedding(8, 4)
-
-
-class WithFlat(PreTrainedModel):
-    config_class = LlamaConfig
-    base_model_prefix = "model"
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.model = Flat(config)
-
-
 @pytest.fixture
 def hf_model(tiny_model: Models) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(tiny_model("llama"), attn_implementation="packed")
@@ -140,12 +121,13 @@ def test_packed_attention_refuses_what_it_does_not_know() -> None:
 
 
 def test_models_without_a_decoder_layers_head_or_last_position(hf_model: PreTrainedModel, tiny_model: Models) -> None:
-    config = LlamaConfig()
-    with pytest.raises(DataError, match="Flat has no decoder apart from its head"):
-        decoder_of(Flat(config))
-    with pytest.raises(DataError, match="WithFlat has no list of decoder layers and cannot be sharded"):
-        decoder_layers(WithFlat(config))
-    assert not has_plain_head(decoder_of(hf_model), None)
+    decoder = decoder_of(hf_model)
+    assert not has_plain_head(decoder, None)
+    with pytest.raises(DataError, match="LlamaModel has no decoder apart from its head"):
+        decoder_of(decoder)
+    del decoder.layers
+    with pytest.raises(DataError, match="LlamaForCausalLM has no list of decoder layers and cannot be sharded"):
+        decoder_layers(hf_model)
     opt, mamba = (
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model(kind, **fields)))
         for kind, fields in (("opt", {"max_position_embeddings": 16}), ("mamba", {}))
