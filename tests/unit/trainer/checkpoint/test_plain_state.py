@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,15 +202,7 @@ def test_counters_survive() -> None:
     assert decode(encode(Counter("aab"), "x")) == {"a": 2, "b": 1}
 
 
-class WithState:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": [self.value]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("never saved")
+WITH_STATE = SimpleNamespace(state_dict=lambda: {"inner": [object()]}, load_state_dict=None)
 
 
 class ExtraState(nn.Linear):
@@ -245,7 +238,7 @@ def with_global_state() -> dict[str, Any]:
         (lambda: {"a.b": {}}, "'a.b' has a dot"),
         (lambda: {"values": {"x": {"y": [torch.zeros(1)]}}}, r"values.x.y\[0\] is a Tensor.*\.tolist\(\)"),
         (lambda: {"values": {"when": {1, 2}}}, "values.when is a set"),
-        (lambda: {"thing": WithState(object())}, r"thing.inner\[0\] is a object"),
+        (lambda: {"thing": WITH_STATE}, r"thing.inner\[0\] is a object"),
         (lambda: {"model": nn.Sequential(ExtraState(1, 1))}, "the module '0' .ExtraState. has extra state"),
         (lambda: {"model": nn.ParameterList([torch.eye(2).to_sparse()])}, "'model.0' is a sparse tensor"),
         (lbfgs_after_a_step, r"optimizer.state.model.weight.(al|old_dirs)\[0\] is a Tensor"),

@@ -43,10 +43,6 @@ def trained_text(sample: Sample, tokenizer: Tokenizer) -> str:
     return "".join(tokenizer.convert_ids_to_tokens(sample.token_ids[sample.loss_mask].tolist()))
 
 
-def whole_text(sample: Sample, tokenizer: Tokenizer) -> str:
-    return "".join(tokenizer.convert_ids_to_tokens(sample.token_ids.tolist()))
-
-
 def tokenize_row(row: dict[str, Any], tokenizer: Tokenizer) -> Sample:
     """Return the sample of one row, as `load_samples` makes it."""
     chat = chat_tokenizer(tokenizer)
@@ -242,7 +238,8 @@ CONVERSATION = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}
 )
 def test_formats(row: dict[str, Any], text: str, trained: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (sample,) = load(write(tmp_path / "a.jsonl", [row]), tokenizer)
-    assert (whole_text(sample, tokenizer), trained_text(sample, tokenizer)) == (text, trained)
+    assert "".join(tokenizer.convert_ids_to_tokens(sample.token_ids.tolist())) == text
+    assert trained_text(sample, tokenizer) == trained
 
 
 def test_the_last_turn_alone_and_a_changed_file(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -44,17 +44,6 @@ def hf_model(tiny_model: Models) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(tiny_model("llama"), attn_implementation="packed")
 
 
-def without_positions(hf_model: PreTrainedModel) -> None:
-    """Take from a decoder the argument by which it is told the positions of tokens."""
-    decoder = decoder_of(hf_model)
-    forward = decoder.forward
-
-    def along_the_row(input_ids: Tensor, **others: Any) -> Any:
-        return forward(input_ids=input_ids, **others)
-
-    decoder.forward = along_the_row  # type: ignore[method-assign]
-
-
 def layout_of(hf_model: PreTrainedModel, attention: str = "packed", **arguments: Any) -> Layout:
     """Return the layout of a model whose decoder is called with more arguments."""
 
@@ -71,7 +60,10 @@ def test_a_model_that_cannot_be_packed_says_why(hf_model: PreTrainedModel) -> No
     assert (unknown.packs, unknown.attention) == (False, "sdpa")
     assert "its attention is not that of packed rows (LlamaAttention calls its attention with banana" in unknown.reason
     assert layout_of(hf_model, is_causal=False).reason == "its attention is not causal"
-    without_positions(hf_model)
+    decoder = decoder_of(hf_model)
+    forward = decoder.forward
+    # It is told no positions any more.
+    decoder.forward = lambda input_ids, **others: forward(input_ids=input_ids, **others)  # type: ignore[method-assign]
     assert layout_of(hf_model) == Layout(False, "sdpa", "it counts positions along the row by itself")
 
 

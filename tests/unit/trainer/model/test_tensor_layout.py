@@ -270,14 +270,10 @@ def test_a_layout_that_loses_tensors_is_refused(
         TensorLayout(model, None)
 
 
-def trained_of(policy: Policy) -> dict[str, Tensor]:
-    return {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
-
-
 def test_bfloat16_weights_are_the_rounded_masters(publisher_of: PublisherOf, tiny_model: ModelFactory) -> None:
     publisher, policy = publisher_of(tiny_model(), dtype="bfloat16")
     directory = publisher.publish(1)
-    expected = trained_of(policy)
+    expected = {name: local_part(tensor) for name, tensor in trained_tensors(policy.hf_model).items()}
     saved = load_file(directory / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in saved.items())

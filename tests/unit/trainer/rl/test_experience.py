@@ -152,16 +152,11 @@ def test_a_judged_rollout_holds_what_it_earned_token_by_token() -> None:
     assert judged[4].reward == REWARDS[1][1]
 
 
-def with_step_rewards(rollouts: list[Rollout]) -> list[Rollout]:
-    """The third one with rewards of its two turns, the first with one of each token."""
-    rollouts[2].step_rewards = StepRewards(TokenIds([3, 5]), Rewards([0.5, -2.0]))
-    rollouts[0].step_rewards = StepRewards(TokenIds([1, 2, 3, 4]), Rewards([1.0, 2.0, 3.0, 4.0]))
-    return rollouts
-
-
 def test_rewards_of_turns_and_tokens_are_earned_where_they_end() -> None:
     samples = make_samples()
-    rollouts = with_step_rewards(make_rollouts(samples))
+    rollouts = make_rollouts(samples)
+    rollouts[0].step_rewards = StepRewards(TokenIds([1, 2, 3, 4]), Rewards([1.0, 2.0, 3.0, 4.0]))  # of each token
+    rollouts[2].step_rewards = StepRewards(TokenIds([3, 5]), Rewards([0.5, -2.0]))  # of its two turns
     groups = [rollouts[:3], rollouts[3:]]
     first, second, third, *_ = (one for g in attach_rewards(groups, samples, REWARDS, None) for one in g)
     assert (first.step_ends.tolist(), first.step_rewards.tolist()) == ([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
