@@ -278,14 +278,6 @@ def test_a_sample_beyond_the_last_position_is_refused_where_there_is_one(
         run(17)
 
 
-def check(directory: Path, mesh: Mesh, **settings: Any) -> None:
-    config = TrainedModelConfig.model_validate({"name": str(directory)} | settings)
-    mine = trained_tensors(build_policy(config, mesh, seed=0).hf_model)
-    theirs = trained_tensors(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
-
-
 def beside(name: str, text: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_text(text)
 
@@ -309,4 +301,7 @@ def test_what_files_of_a_tied_model_may_hold(
     shutil.copytree(tiny_model(), tmp_path / "model")
     change(tmp_path / "model")
     with pytest.raises(DataError, match=said) if said else nullcontext():
-        check(tmp_path / "model", mesh)
+        mine = trained_tensors(build(tmp_path / "model", mesh).hf_model)
+        theirs = trained_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -159,39 +160,22 @@ def shortest_of_the_best(groups: list[list[ScoredRollout]]) -> list[list[float]]
     return [[float(one is chosen) for one in group] for group, chosen in zip(groups, best, strict=True)]
 
 
-def too_few(groups: list[list[ScoredRollout]]) -> list[list[float]]:
-    return [[0.0] for _ in groups]
+_gives: list[Callable[[list[ScoredRollout]], list[Any]]] = []
 
 
-def not_finite(groups: list[list[ScoredRollout]]) -> list[list[float]]:
-    return [[math.nan for _ in group] for group in groups]
-
-
-def of_tokens(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
-    """Alternately an array, and a list, of how early each token is."""
-    return [[np.arange(one.num_tokens) if n % 2 else list(range(one.num_tokens)) for n, one in enumerate(group)]
-            for group in groups]  # fmt: skip
-
-
-def not_by_token(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
-    return [[np.zeros(len(one.token_ids)) for one in group] for group in groups]
-
-
-def ragged(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
-    return [[[1.0, [2.0]] for _ in group] for group in groups]
+def of_the_test(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
+    """What the test gives each group."""
+    return [_gives[-1](group) for group in groups]
 
 
 def test_an_advantage_of_the_user_as_the_documentation_shows_it() -> None:
     config = TrainerConfig(advantage=f"{__name__}:shortest_of_the_best")
     groups = [[scored_rollout(1.0, 2), scored_rollout(1.0, 1), scored_rollout(0.0, 1)]]
     assert advantage_of(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
-    by_place = advantage_of(f"{__name__}:of_tokens")(groups)
+    _gives.append(lambda _: [[0, 1], np.arange(1), [0]])  # lists and arrays of how early each token is
+    by_place = advantage_of(f"{__name__}:of_the_test")(groups)
     assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
     assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "losses.md").read_text()
-
-
-def fails(groups: list[list[ScoredRollout]]) -> list[list[float]]:
-    return [[one.reward / 0 for one in group] for group in groups]
 
 
 def test_a_wrong_advantage_of_the_user_is_named() -> None:
@@ -199,15 +183,17 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
         advantage_of("rlo")
     with pytest.raises(ConfigError, match=r"advantage = '.*:shortest'.*has no function 'shortest'"):
         advantage_of(f"{__name__}:shortest")
-    for function, message in (
-        ("too_few", r"groups of \[1\] values for groups of \[2\]"),
-        ("not_finite", "not finite for task 0 of environment 'e': nan"),
-        ("not_by_token", r"an array of shape \(5,\) for a rollout of task 0 of environment 'e' with 3 sampled tokens"),
-        ("ragged", "failed: ValueError: "),
-        ("fails", "failed: ZeroDivisionError: "),
+    shape = r"an array of shape \(5,\) for a rollout of task 0 of environment 'e' with 3 sampled tokens"
+    for gives, message in (
+        (lambda _: [0.0], r"groups of \[1\] values for groups of \[2\]"),
+        (lambda _: [math.nan, math.nan], "not finite for task 0 of environment 'e': nan"),
+        (lambda group: [np.zeros(len(one.token_ids)) for one in group], shape),
+        (lambda _: [[1.0, [2.0]]] * 2, "failed: ValueError: "),
+        (lambda group: [one.reward / 0 for one in group], "failed: ZeroDivisionError: "),
     ):
-        with pytest.raises(TrainingError, match=f"{function}.*{message}"):
-            advantage_of(f"{__name__}:{function}")(scored_groups([[1.0, 2.0]]))
+        _gives.append(gives)
+        with pytest.raises(TrainingError, match=f"of_the_test.*{message}"):
+            advantage_of(f"{__name__}:of_the_test")(scored_groups([[1.0, 2.0]]))
 
 
 @pytest.mark.parametrize("log_ratio", [20.0, 1e4, -1e4])
