@@ -69,9 +69,7 @@ def test_a_save_holds_the_state_of_its_call_whatever_training_does_meanwhile(
     assert same(found, saved) and not same(found, copied(state.tensors()))
 
 
-def test_a_step_of_the_optimizer_waits_for_the_copy(
-    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_for_the_copy(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only the optimizer changes the state, the copy is made beside the next gradients."""
     state = make_state(steps=2)
     released, stage, waits = threading.Event(), Stager.stage, threading.Event()
@@ -91,9 +89,7 @@ def test_a_step_of_the_optimizer_waits_for_the_copy(
     train(state, 1)  # a closed checkpointer holds nothing back
 
 
-def test_a_copy_that_fails_fails_the_save_and_holds_no_step_back(
-    make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_fails_the_save(make_state: MakeState, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state(steps=1)
     checkpointer = Checkpointer(run_dir.checkpoints, state, updated_by=[state.optimizer])
     with monkeypatch.context() as patch:

@@ -87,9 +87,7 @@ def refused(path: Path, tokenizer: Tokenizer, **config: Any) -> str:
         ("a.jsonl.gz", b"\x1f\x8b but no more", "could not be read"),
     ],
 )
-def test_what_is_no_dataset_is_refused(
-    name: str, content: bytes | None, said: str, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_what_is_no_dataset(name: str, content: bytes | None, said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     assert re.search(said, refused(tmp_path / name, tokenizer))
@@ -106,9 +104,7 @@ def test_an_empty_directory_missing_columns_and_messages_are_named(tokenizer: To
     assert "row 3: it has no `messages`; it has nothing else" in said
 
 
-def test_too_long_samples_are_refused_or_dropped_or_cut_and_counted(
-    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_samples_that_are_too_long(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "a.jsonl", TEXT_ROWS)
     message = refused(path, tokenizer, seq_len=7)
     for part in ("2 of 6 rows", "row 5: ", "row 6: ", "8 tokens", "data.seq_len is 7", "data.too_long"):

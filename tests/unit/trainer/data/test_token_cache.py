@@ -98,9 +98,7 @@ def test_lengths_are_chosen_behind_the_cache(
         assert all(len(sample.token_ids) <= seq_len and sample.num_targets for sample in cached)
 
 
-def test_pairs_and_their_margins_come_from_the_cache(
-    tmp_path: Path, tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_come_from_the_cache(tmp_path: Path, tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": "a" * (1 + k % 9), "chosen": "bc", "rejected": "cb" * (1 + k % 4)} for k in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -145,9 +143,7 @@ def other_tokenizer(template: str = "", *, words: Sequence[str] = ()) -> Tokeniz
     return chat_tokenizer(made)
 
 
-def test_the_name_is_a_function_of_all_that_tokens_depend_on(
-    config: SftDataConfig, tokenizer: HfTokenizer, tmp_path: Path
-) -> None:
+def test_the_name_follows_what_tokens_depend_on(config: SftDataConfig, tokenizer: HfTokenizer, tmp_path: Path) -> None:
     def key(chat: Tokenizer | None = None, formats: Any = SAMPLE_FORMATS, **values: Any) -> str:
         return cache_key(changed(config, **values), chat or chat_tokenizer(tokenizer), formats)
 
@@ -166,9 +162,7 @@ def test_the_name_is_a_function_of_all_that_tokens_depend_on(
     assert len(set(keys)) == len(keys)
 
 
-def test_templates_with_dates_are_tokenised_each_day_and_those_with_times_each_run(
-    config: SftDataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_templates_with_dates_are_tokenised_each_day(config: SftDataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def keys(template: str) -> list[str]:
         found = []
         for second in (86_400, 86_400 + 7_200, 2 * 86_400):

@@ -54,9 +54,7 @@ def values_of(model: PreTrainedModel, sample: Sample) -> Tensor:
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_values_and_gradients_are_those_of_transformers(
-    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh, pack: bool
-) -> None:
+def test_values_are_those_of_transformers(reward_model: tuple[Path, PreTrainedModel], mesh: Mesh, pack: bool) -> None:
     directory, theirs = reward_model
     ours = build(directory, mesh)
     micro = build_micro_batch(samples(), [2, 0, 1], pack=pack, device=CPU)
@@ -175,9 +173,7 @@ BERT = {
         ("bert", BERT, "BertForSequenceClassification has no linear head named score.weight"),
     ],
 )
-def test_a_kind_of_model_that_cannot_score_is_named(
-    kind: str, config: dict[str, Any], said: str, mesh: Mesh, tmp_path: Path
-) -> None:
+def test_models_that_cannot_score(kind: str, config: dict[str, Any], said: str, mesh: Mesh, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config}))
     with pytest.raises(DataError, match=said):
         build(tmp_path, mesh, init="random")

@@ -204,9 +204,7 @@ def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_mo
             )
 
 
-def test_what_files_call_otherwise_is_found_and_exported_with_the_names_of_its_original(
-    tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_what_files_call_otherwise_is_found_and_exported_likewise(tiny_model: ModelFactory, tmp_path: Path) -> None:
     """No family with a plain linear layer of another name is small, so names are made other ones here."""
     model = without_prefix(tiny_model("llama", tied=False), "model.", tmp_path / "original")
     loaded = AutoModelForCausalLM.from_pretrained(model)
@@ -253,9 +251,7 @@ def test_where_names_come_from(tiny_model: ModelFactory, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"], ids=["lost", "transposed"])
-def test_a_layout_that_loses_tensors_is_refused(
-    name: str, tiny_model: ModelFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lossy_layout_is_refused(name: str, tiny_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     from_files = TensorLayout.from_files
 
     def spoilt(layout: TensorLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

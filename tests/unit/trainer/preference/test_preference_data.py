@@ -368,9 +368,7 @@ def test_pairs_are_a_good_and_a_bad_answer_each(tmp_path: Path, tokenizer: Token
     assert mismatched == ["ab>edc", "ab>c", "cde>ba", "cde>ab"], "good and bad ones, never that of the same prompt"
 
 
-def test_labelled_rows_that_cannot_be_used_are_refused_or_left_out(
-    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_labelled_rows_of_no_use(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     def load(rows: list[dict[str, Any]], **more: Any) -> list[LabelledAnswer]:
         return load_answers(settings(tmp_path, rows, **more), tokenizer)
 

@@ -85,7 +85,7 @@ def test_the_best_checkpoint_stays_besides_the_newest(name: str, programs: Progr
     assert run_dir.committed_steps() == [best, 4]
 
 
-def test_without_keep_all_stay_and_a_metric_that_is_not_there_is_named_once(
+def test_without_keep_all_checkpoints_stay(
     programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

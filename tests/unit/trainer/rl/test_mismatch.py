@@ -154,7 +154,6 @@ MODEL = ROOT / "examples" / "reverse_text" / "model"
     ("changes", "allowed"),
     [
         ({}, math.sqrt(2e-6)),
-        ({"sampler_dtype": "bfloat16"}, math.sqrt(0.1)),
         ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)),
         ({"mismatch_limit": 0.5}, 1.0),
         ({"mismatch_limit": math.inf}, None),
