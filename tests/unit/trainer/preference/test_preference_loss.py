@@ -23,7 +23,7 @@ from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.samples import chat_tokenizer
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model
-from holdfast.trainer.preference.losses import PairLosses, preference_loss, reward_loss, sequence_sums
+from holdfast.trainer.preference.losses import PairLosses, preference_loss, reward_loss
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.programs.reward_model import end_at_stop_token, reward_objective
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
@@ -83,16 +83,6 @@ def test_extremes_stay_finite(
     if loss.type in ("dpo", "hinge", "robust", "apo_zero", "apo_down"):
         bound = loss.scale * (2 if loss.type == "robust" else 1) + loss.rpo_alpha
         assert gradient.abs().max() <= bound, "whatever the log-ratios, a pair pulls by beta at most"
-
-
-def test_sums_of_stretches() -> None:
-    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True)
-    sums = sequence_sums(values, [2, 1, 2])
-    assert sums.tolist() == [3, 4, 24] and sums.dtype == torch.float64
-    (gradient,) = torch.autograd.grad((sums * torch.tensor([1.0, 10.0, 100.0])).sum(), values)
-    assert gradient.tolist() == [1, 1, 10, 100, 100]
-    nothing = sequence_sums(torch.zeros(0, requires_grad=True), [])
-    assert nothing.shape == (0,) and nothing.requires_grad
 
 
 @pytest.mark.parametrize(
