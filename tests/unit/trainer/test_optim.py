@@ -1,4 +1,4 @@
-"""AdamW, Muon against torch's own, clipping and the learning-rate schedule."""
+"""AdamW, Muon against torch's own, clipping, the learning-rate schedule, and the moving average of weights."""
 
 import math
 
@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.optimization import (
     get_constant_schedule_with_warmup,
@@ -27,6 +28,7 @@ from holdfast.trainer.optimizer import (
     initial_moments,
     update_parameters,
 )
+from holdfast.trainer.rl.auxiliary_models import Ema
 from holdfast.trainer.session import Stopwatch, memory_gib
 from tests.conftest import ModelFactory
 
@@ -250,3 +252,47 @@ def test_a_parameter_without_a_gradient_stays(tiny_model: ModelFactory) -> None:
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     update_parameters(build_optimizer(model, MUON), lr=0.1)
     assert all(torch.equal(one, before[name]) for name, one in model.named_parameters())
+
+
+def test_many_updates_equal_the_weighted_sum_over_all_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.randn(7, generator=generator) for _ in range(40)]
+    ema = Ema({"a": steps[0]}, decay=0.9)
+    for weights in steps[1:]:
+        ema.update({"a": weights})
+    last = len(steps) - 1
+    expected = 0.9**last * steps[0].double()
+    for step in range(1, len(steps)):
+        expected += 0.1 * 0.9 ** (last - step) * steps[step].double()
+    torch.testing.assert_close(ema.tensors()["a"].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_average_is_a_copy_in_float32_that_stays_in_place_so_that_loading_reaches_it() -> None:
+    weights = torch.nn.Parameter(torch.ones(3))
+    ema = Ema({"a": weights}, decay=0.5)
+    held = ema.tensors()["a"]
+    with torch.no_grad():
+        weights.add_(2.0)
+    ema.update({"a": weights})
+    assert held.tolist() == [2.0] * 3 and weights.tolist() == [3.0] * 3 and not held.requires_grad
+    held.copy_(torch.tensor([4.0, 8.0, 9.0]))
+    assert ema.tensors()["a"].tolist() == [4.0, 8.0, 9.0]
+    weights = torch.ones(1, dtype=torch.bfloat16)
+    ema = Ema({"a": weights}, decay=0.992)
+    nudged = weights * 1.0078125  # the next bfloat16: 0.008 of the way is too little for that type
+    for _ in range(3):
+        ema.update({"a": nudged})
+    (average,) = ema.tensors().values()
+    assert average.dtype == torch.float32
+    assert average.item() == pytest.approx(1 + 0.0078125 * (1 - 0.992**3), abs=1e-7)
+
+
+def test_shards_stay_sharded_and_average_as_whole_tensors_do(mesh: Mesh) -> None:
+    start, after = torch.randn(2, 6, 4)
+    ema = Ema({"a": distribute_tensor(start, mesh.device_mesh, [Shard(0)])}, decay=0.992)
+    ema.update({"a": distribute_tensor(after, mesh.device_mesh, [Shard(0)])})
+    average = ema.tensors()["a"]
+    assert isinstance(average, DTensor) and average.placements == (Shard(0),)
+    whole = Ema({"a": start}, decay=0.992)
+    whole.update({"a": after})
+    assert torch.equal(average.to_local(), whole.tensors()["a"])
