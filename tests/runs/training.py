@@ -56,16 +56,6 @@ def sft_command(output: Path, model: Path, data: Path, *flags: str) -> list[str]
     return [SFT, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
 
 
-def pairs_command(program: str, output: Path, model: Path, *flags: str) -> list[str]:
-    """Return a command line of `dpo` or `reward-model` on the pairs of the example, `flags` last."""
-    settings = {
-        "output-dir": output, "model.name": model, "data.name": PAIRS, "data.batch-size": 8,
-        "data.micro-batch-size": 2, "data.seq-len": 40, **OPTIM, "parallel.threads": 1, "seed": 3,
-    }  # fmt: skip
-    command = str(Path(sys.executable).with_name(program))
-    return [command, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), *flags]
-
-
 def succeeded(run: SftRun) -> SftRun:
     assert run.code == 0, run.output
     return run

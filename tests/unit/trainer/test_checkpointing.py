@@ -33,9 +33,7 @@ from tests.runs.processes import HANG_S
 
 @pytest.mark.parametrize("is_remote", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_writes_to_a_store_and_all_wait_for_it_as_long(
-    is_remote: bool, rank: int, tmp_path: Path, mesh: Mesh
-) -> None:
+def test_rank_0_alone_writes_to_a_store_and_all_wait(is_remote: bool, rank: int, tmp_path: Path, mesh: Mesh) -> None:
     ckpt = {"dir": f"file://{tmp_path / 'there'}", "resume_step": 4} if is_remote else {} if rank else None
     config = SftConfig.model_validate({"output_dir": str(tmp_path), "max_steps": 1, "ckpt": ckpt})
     storage = open_storage(config, RunDir(tmp_path), replace(mesh, rank=rank), older_weights=0)
@@ -204,9 +202,7 @@ def test_what_is_saved_is_not_saved_again(committed: int | None, start: Start, r
     assert run_dir.committed_steps() == []
 
 
-def test_a_save_of_the_step_that_is_under_way_is_waited_for(
-    start: Start, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_is_under_way_is_waited_for(start: Start, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = start(interval=1)
     with held_writes(monkeypatch) as held:
         loop.step()
@@ -258,9 +254,7 @@ def test_a_failed_save_is_no_stop(on_failure: str, start: Start, monkeypatch: py
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
-def test_the_grace_ends_the_wait(
-    is_under_way: bool, start: Start, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grace_ends_a_wait(is_under_way: bool, start: Start, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = start(grace_s=0.05, interval=1 if is_under_way else None)
     with held_writes(monkeypatch) as held:
         loop.step()

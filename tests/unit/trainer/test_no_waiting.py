@@ -1,9 +1,8 @@
 """Nothing waits for the device within a step: on `meta` whatever reads a number fails; copies must be `to_device`."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -46,6 +45,7 @@ from holdfast.trainer.rl.batch import (
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.train_step import forward_backward
+from tests.conftest import ModelFactory
 
 META = torch.device("meta")
 LENGTHS = (9, 4, 12, 7, 3)
@@ -111,14 +111,14 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def policy(tiny_model: Callable[..., Path]) -> Policy:
+def policy(tiny_model: ModelFactory) -> Policy:
     config = AutoConfig.from_pretrained(tiny_model("qwen3"), attn_implementation="packed")
     with META:
         return Policy(AutoModelForCausalLM.from_config(config), logits_chunk_tokens=4)
 
 
 @pytest.fixture
-def scorer(tiny_model: Callable[..., Path]) -> ScalarModel:
+def scorer(tiny_model: ModelFactory) -> ScalarModel:
     config = AutoConfig.from_pretrained(tiny_model("qwen3"), attn_implementation="packed", num_labels=1)
     with META:
         return ScalarModel(AutoModelForSequenceClassification.from_config(config))
@@ -240,9 +240,7 @@ def test_updates_of_a_critic(
     assert len(reads) == 1
 
 
-def test_what_is_measured_comes_to_the_cpu_behind_all_passes(
-    policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]
-) -> None:
+def test_measures_come_behind_all_passes(policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]) -> None:
     def forward(micro: MicroBatch) -> Tensor:
         return predict(policy, micro).logprobs_N
 

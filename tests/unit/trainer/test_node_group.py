@@ -220,9 +220,7 @@ def test_a_node_that_cannot_write_is_refused(nodes: Nodes, tmp_path: Path) -> No
             plan_on_node(config, other, {})
 
 
-def test_a_directory_that_the_head_node_removes_meanwhile_is_no_error(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_the_head_node_removes_is_no_error(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes.run_dir.rollouts.mkdir(parents=True)
     touch = Path.touch
 
@@ -273,9 +271,7 @@ def test_a_lost_node_that_asks_twice_comes_again_once(nodes: Nodes) -> None:
     ],
     ids=["too few", "no head", "too many"],
 )
-def test_nodes_wait_for_one_another_no_longer_than_is_set(
-    nodes: Nodes, others: int, changes: dict[str, Any], says: str
-) -> None:
+def test_nodes_wait_no_longer_than_is_set(nodes: Nodes, others: int, changes: dict[str, Any], says: str) -> None:
     endpoint = {"rdzv_endpoint": changes["endpoint"]} if changes else {}
     group = nodes.group(rank=changes.get("rank"), parallel={"rdzv_timeout_s": 0.2, **endpoint})
     for _ in range(others):

@@ -23,7 +23,7 @@ from holdfast.trainer.checkpoint.commit import Identity, ObjectStorage, fingerpr
 from holdfast.trainer.checkpoint.state import capture_random_state, seed_everything
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.state import TrainState
-from tests.builders.checkpoint_files import flip, write_checkpoint, write_weights
+from tests.builders.checkpoint_files import write_checkpoint, write_weights
 from tests.builders.train_states import MakeState, NotifyingStorage, copied, draw, same, train
 from tests.runs.processes import HANG_S
 
@@ -92,30 +92,6 @@ def test_another_dtype_is_refused(make_state: MakeState, run_dir: RunDir) -> Non
         load(run_dir, Half(state.policy, state.optimizer, state.progress), 1)
 
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing", "swapped"])
-def test_damage_to_any_file_is_found_before_a_byte_is_used(kind: str, make_state: MakeState, run_dir: RunDir) -> None:
-    save(run_dir, make_state(steps=1))
-    save(run_dir, other := make_state(steps=2))
-    files = sorted(manifest.verify(run_dir.checkpoint(2)).files)
-    assert len(files) == 4 and f"{TRAINER_DIR}/__0_0.distcp" in files
-    before = copied(other.tensors())
-    for name in files:
-        path = run_dir.checkpoint(2) / name
-        whole, of_another = path.read_bytes(), (run_dir.checkpoint(1) / name).read_bytes()
-        if kind == "missing":
-            path.unlink()
-        elif kind == "flipped":
-            flip(path)
-        else:
-            path.write_bytes(whole[:-1] if kind == "truncated" else of_another)
-        if kind != "swapped" or of_another != whole:
-            with pytest.raises(CheckpointError, match=re.escape(str(path))):
-                load(run_dir, other, 2)
-        path.write_bytes(whole)
-    assert same(copied(other.tensors()), before)
-    load(run_dir, other, 2)
-
-
 def test_latest_falls_back_past_damage_and_auto_starts_afresh_only_where_there_is_nothing(
     make_state: MakeState, run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,9 +123,7 @@ def test_latest_falls_back_past_damage_and_auto_starts_afresh_only_where_there_i
     assert state.progress.step == 2
 
 
-def test_retention_spares_the_best_every_third_what_was_loaded_and_what_is_in_use(
-    make_state: MakeState, run_dir: RunDir
-) -> None:
+def test_retention_spares_the_best_every_third_the_loaded_and_the_used(make_state: MakeState, run_dir: RunDir) -> None:
     state = make_state()
     save(run_dir, state)
     retention = Retention(keep=1, keep_interval=3, keep_best=BestMetric.parse("min:loss"))
@@ -217,9 +191,7 @@ def test_the_manifest_says_who_wrote_it(make_state: MakeState, run_dir: RunDir) 
     assert listing.fingerprints.model == fingerprint_tensors(state.tensors()) != other
 
 
-def test_a_rank_that_the_checkpoint_does_not_know_derives_its_generator(
-    make_state: MakeState, run_dir: RunDir, mesh: Mesh
-) -> None:
+def test_a_rank_new_to_the_checkpoint_derives_its_generator(make_state: MakeState, run_dir: RunDir, mesh: Mesh) -> None:
     state = make_state(steps=1)
     directory = save(run_dir, state)
     listing = manifest.read_manifest(directory)
@@ -262,18 +234,7 @@ def test_a_step_takes_the_weights_along_that_a_resume_needs(tmp_path: Path, run_
     assert found == [3], "of the two before it, version 2 was never published"
 
 
-def test_what_a_store_has_refused_is_told_once(run_dir: RunDir, store: str) -> None:
-    storage, directory = ObjectStorage(store), write_checkpoint(run_dir, 1)
-    (directory / "a_first.txt").write_text("of another length")
-    storage.publish(directory)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        storage.close(HANG_S)
-    storage.poll()
-
-
-def test_what_is_to_follow_a_commit_follows_before_anything_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_follows_a_commit_comes_before_any_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     remove = atomic.remove_directory
     monkeypatch.setattr(atomic, "remove_directory", lambda path: (happened.append(f"- {path.name}"), remove(path)))

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.checkpoint.state import ObjectsState, decode, encode
 from tests.builders.train_states import copied, same
+from tests.conftest import ModelFactory
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -92,17 +94,12 @@ class Counting(torch.optim.SGD):
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "SGD": tuned(torch.optim.SGD, lr=0.1),
     "SGD momentum": tuned(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
-    "Adam amsgrad": tuned(torch.optim.Adam, lr=0.01, amsgrad=True),
-    "AdamW": tuned(torch.optim.AdamW, lr=0.01),
     "AdamW fused": tuned(torch.optim.AdamW, lr=0.01, fused=True),
     "AdamW tensor lr": tuned(torch.optim.AdamW, lr=torch.tensor(0.01)),
     "AdamW groups": in_two_groups,
     "Adagrad": tuned(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3),
-    "Adadelta": tuned(torch.optim.Adadelta),
     "Adafactor": tuned(torch.optim.Adafactor, lr=0.01),
-    "RMSprop": tuned(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
     "state without tensors": tuned(Counting, lr=0.1, momentum=0.9),
 }
 
@@ -160,27 +157,15 @@ def test_two_modules_with_the_same_parameter_names_share_an_optimizer(tmp_path: 
         assert everything(loaded[name], loaded["optimizer"]) == everything(saved[name], saved["optimizer"])
 
 
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
-    "CosineAnnealingLR": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
-    "MultiStepLR": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
-    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
-    "ReduceLROnPlateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_every_scheduler_goes_on(kind: str, tmp_path: Path) -> None:
-    """One of them counts by integer keys, another starts from an infinite best."""
+def test_a_scheduler_goes_on(tmp_path: Path) -> None:
 
     def start(seed: int) -> tuple[dict[str, Any], Callable[[], float]]:
         model = make_net(seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = SCHEDULERS[kind](optimizer)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)  # from an infinite best
 
         def advance() -> float:
-            loss = step(model, optimizer)
-            scheduler.step(*([loss] if kind == "ReduceLROnPlateau" else []))
+            scheduler.step(step(model, optimizer))
             return optimizer.param_groups[0]["lr"]
 
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}, advance
@@ -217,15 +202,7 @@ def test_counters_survive() -> None:
     assert decode(encode(Counter("aab"), "x")) == {"a": 2, "b": 1}
 
 
-class WithState:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": [self.value]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("never saved")
+WITH_STATE = SimpleNamespace(state_dict=lambda: {"inner": [object()]}, load_state_dict=None)
 
 
 class ExtraState(nn.Linear):
@@ -261,7 +238,7 @@ def with_global_state() -> dict[str, Any]:
         (lambda: {"a.b": {}}, "'a.b' has a dot"),
         (lambda: {"values": {"x": {"y": [torch.zeros(1)]}}}, r"values.x.y\[0\] is a Tensor.*\.tolist\(\)"),
         (lambda: {"values": {"when": {1, 2}}}, "values.when is a set"),
-        (lambda: {"thing": WithState(object())}, r"thing.inner\[0\] is a object"),
+        (lambda: {"thing": WITH_STATE}, r"thing.inner\[0\] is a object"),
         (lambda: {"model": nn.Sequential(ExtraState(1, 1))}, "the module '0' .ExtraState. has extra state"),
         (lambda: {"model": nn.ParameterList([torch.eye(2).to_sparse()])}, "'model.0' is a sparse tensor"),
         (lbfgs_after_a_step, r"optimizer.state.model.weight.(al|old_dirs)\[0\] is a Tensor"),
@@ -269,9 +246,7 @@ def with_global_state() -> dict[str, Any]:
     ],
     ids=["number", "dot", "tensor", "set", "object", "extra state", "sparse", "LBFGS", "global state"],
 )
-def test_what_cannot_be_saved_is_refused_with_its_place(
-    make: Callable[[], dict[str, Any]], message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_saved_is_refused(make: Callable[[], dict[str, Any]], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         save_state(tmp_path / "saved", make())
     assert not list(tmp_path.iterdir())
@@ -299,9 +274,7 @@ def renamed(old: str, new: str) -> dict[str, Any]:
     ],
     ids=["model", "optimizer", "dict", "another model", "one more"],
 )
-def test_other_names_are_refused_and_nothing_is_touched(
-    make: Callable[[], dict[str, Any]], message: str, tmp_path: Path
-) -> None:
+def test_other_names_are_refused(make: Callable[[], dict[str, Any]], message: str, tmp_path: Path) -> None:
     save_state(tmp_path / "saved", whole_state())
     state = make()
     before = copied(ObjectsState(state).tensors())
@@ -318,7 +291,7 @@ def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
         load_state_with_optimizer(tmp_path / "saved", one)
 
 
-def test_what_holds_weights_alone_is_no_full_state(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_holds_weights_alone_is_no_full_state(tiny_model: ModelFactory, tmp_path: Path) -> None:
     save_state(tmp_path / "saved", {"model": nn.Linear(1, 1)})
     (tmp_path / "saved" / TRAINER_DIR).rename(tmp_path / "dcp")
     torch.save({"weight": torch.zeros(2)}, tmp_path / "weights.pt")

@@ -162,9 +162,7 @@ def test_files_hold_no_more_than_asked_unless_one_tensor_does(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("raised", "seen"), [(OSError(28, "No space left on device"), SaveError), (KeyboardInterrupt(), KeyboardInterrupt)]
 )
-def test_a_directory_that_is_not_finished_goes_away(
-    raised: BaseException, seen: type[BaseException], tmp_path: Path
-) -> None:
+def test_an_unfinished_directory_goes_away(raised: BaseException, seen: type[BaseException], tmp_path: Path) -> None:
     with pytest.raises(seen), new_directory(tmp_path / "exports" / "x") as directory:
         (directory / "part-0.safetensors").write_bytes(b"half")
         raise raised

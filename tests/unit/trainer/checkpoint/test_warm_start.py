@@ -7,7 +7,6 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -182,9 +181,7 @@ def test_what_older_files_hold_besides_weights_is_ignored(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("make", [make_checkpoint, as_dcp, as_file, as_published_weights])
-def test_another_model_is_refused_before_a_tensor_is_touched(
-    make: Make, tiny_model: ModelFactory, tmp_path: Path
-) -> None:
+def test_another_model_is_refused_with_no_tensor_touched(make: Make, tiny_model: ModelFactory, tmp_path: Path) -> None:
     one, two = (tiny_model(num_hidden_layers=number) for number in (1, 2))
     source = make(one, tmp_path / "source")
     for model, taken, text in (
@@ -229,19 +226,7 @@ def test_a_missing_file_of_an_index_and_what_holds_no_weights_are_named(model: P
     source = as_shards(model, tmp_path / "source")
     gone = sorted(source.glob("*.safetensors"))[1]
     gone.unlink()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "notes.txt").write_text("")
-    for path, said in (
-        (source, f"{gone} cannot be read"),
-        *(
-            (tmp_path / name, f"{tmp_path / name} .*it is {found}.*Needed: a checkpoint")
-            for name, found in (
-                ("empty", "an empty directory"),
-                ("notes.txt", "a file of no known"),
-                ("no", "nothing:"),
-            )
-        ),
-    ):
+    for path, said in ((source, f"{gone} cannot be read"), (tmp_path / "no", "/no .*it is nothing:.*Needed: a check")):
         with pytest.raises(CheckpointError, match=said):
             load_weights_only(empty(model), path)
 
@@ -265,28 +250,11 @@ def test_pickles_are_refused_with_the_command_that_converts_them(
     assert_loaded(str(source), model)
 
 
-def refusal(path: Path, model: Path | str, **changes: Any) -> str:
-    """Return why a launcher refuses weights before anything starts; empty where it does not."""
-    try:
-        check_warm_start(path, TrainedModelConfig(name=str(model), **changes), how="full")
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def test_an_adapter_is_taken_only_by_a_model_with_adapters(model: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 3)}, adapter / "adapter_model.safetensors")
     (adapter / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
-    assert "holds a LoRA adapter and no weights. Train it on with --model.lora" in refusal(adapter, model)
-    assert not refusal(adapter, model, lora=LoraConfig())
-
-
-def test_a_launcher_says_what_it_can_read_and_leaves_the_rest_to_the_trainer(model: Path, tmp_path: Path) -> None:
-    saved = as_hugging_face(model, tmp_path / "saved")
-    assert not refusal(saved, model)
-    assert not refusal(saved / "model.safetensors", "a/model on the hub")
-    file = tmp_path / "huge.safetensors"
-    file.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    assert f"{file} (ckpt.init_from) is not a safetensors file, or was cut" in refusal(file, model)
+    with pytest.raises(CheckpointError, match=r"holds a LoRA adapter and no weights\. Train it on with --model\.lora"):
+        check_warm_start(adapter, TrainedModelConfig(name=str(model)), how="full")
+    check_warm_start(adapter, TrainedModelConfig(name=str(model), lora=LoraConfig()), how="full")

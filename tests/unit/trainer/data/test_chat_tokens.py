@@ -320,9 +320,7 @@ def test_a_tokenizer_without_a_template_or_a_fast_backend() -> None:
     ("as_class", "kind"),
     [("LlamaTokenizer", "sentencepiece"), ("GemmaTokenizer", "sentencepiece"), ("Qwen2Tokenizer", "byte-level")],
 )
-def test_tokenizers_that_transformers_builds_in_another_way_are_refused_by_rl(
-    as_class: str, kind: str, tmp_path: Path
-) -> None:
+def test_tokenizers_that_transformers_builds_otherwise_are_refused(as_class: str, kind: str, tmp_path: Path) -> None:
     make_tokenizer(kind, TEMPLATES["chatml"], adds_bos=False).save_pretrained(tmp_path)
     check_same_tokens(load_tokenizer(str(tmp_path)), str(tmp_path))
     described = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -76,23 +76,6 @@ def test_answers_that_share_a_prompt_by_hand(monkeypatch: pytest.MonkeyPatch) ->
     assert apart.input_ids_BL.tolist() == [[11, 12, 13, 14, 31, 32, 33, 11, 12, 15]], "only neighbours share"
 
 
-@given(data=st.data(), pack=st.booleans())
-def test_the_token_before_predicts_each_target(data: st.DataObject, pack: bool) -> None:
-    samples = [
-        sample(
-            list(range(100 * k, 100 * k + length)), data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
-        )
-        for k, length in enumerate(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6)))
-    ]
-    micro = build_micro_batch(samples, list(range(len(samples))), pack=pack, device=CPU)
-    assert len(micro.target_ids_N) == sum(s.num_targets for s in samples)
-    flat = micro.input_ids_BL.flatten()
-    assert torch.equal(flat[micro.predict_index_N], micro.target_ids_N - 1)
-    assert torch.equal(flat[micro.predict_index_N + 1], micro.target_ids_N)
-    assert torch.equal(micro.target_ids_N // 100, micro.sample_index_N)
-    assert torch.equal(micro.per_token["advantage"], micro.target_ids_N.float() / 8)
-
-
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
 

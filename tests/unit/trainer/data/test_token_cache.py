@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as HfTokenizer
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.preference import PreferenceDataConfig
@@ -31,7 +31,7 @@ ROWS = [{"prompt": "ab" * (1 + k % 5), "completion": "c" * (1 + k % 7)} for k in
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
+def tokenizer() -> HfTokenizer:
     return load_tokenizer("examples/reverse_text/base")
 
 
@@ -60,7 +60,7 @@ Digest = Callable[..., str]
 
 
 @pytest.fixture
-def digest(tokenizer: PreTrainedTokenizerBase) -> Digest:
+def digest(tokenizer: HfTokenizer) -> Digest:
     """Return what reads the rows of a configuration, and digests the samples."""
     return lambda config, **values: fingerprint_samples(load_samples(changed(config, **values), tokenizer, seed=0)[0])
 
@@ -70,7 +70,7 @@ def refuse_to_tokenise(*_: object, **__: object) -> None:
 
 
 def test_the_second_start_reads_what_the_first_made_and_both_are_what_no_cache_gives(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    config: SftDataConfig, tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = load_samples(changed(config, cache_dir="", validation_fraction=0.1), tokenizer, seed=3)
     assert entries(config) == []
@@ -86,11 +86,7 @@ def test_the_second_start_reads_what_the_first_made_and_both_are_what_no_cache_g
 
 @pytest.mark.parametrize("too_long", ["drop", "truncate"])
 def test_lengths_are_chosen_behind_the_cache(
-    too_long: str,
-    config: SftDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    digest: Digest,
-    monkeypatch: pytest.MonkeyPatch,
+    too_long: str, config: SftDataConfig, tokenizer: HfTokenizer, digest: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every length that keeps some and loses some; the prompts alone fill the shorter ones."""
     digest(config, too_long="drop")
@@ -102,9 +98,7 @@ def test_lengths_are_chosen_behind_the_cache(
         assert all(len(sample.token_ids) <= seq_len and sample.num_targets for sample in cached)
 
 
-def test_pairs_and_their_margins_come_from_the_cache(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_come_from_the_cache(tmp_path: Path, tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": "a" * (1 + k % 9), "chosen": "bc", "rejected": "cb" * (1 + k % 4)} for k in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -149,9 +143,7 @@ def other_tokenizer(template: str = "", *, words: Sequence[str] = ()) -> Tokeniz
     return chat_tokenizer(made)
 
 
-def test_the_name_is_a_function_of_all_that_tokens_depend_on(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_the_name_follows_what_tokens_depend_on(config: SftDataConfig, tokenizer: HfTokenizer, tmp_path: Path) -> None:
     def key(chat: Tokenizer | None = None, formats: Any = SAMPLE_FORMATS, **values: Any) -> str:
         return cache_key(changed(config, **values), chat or chat_tokenizer(tokenizer), formats)
 
@@ -170,9 +162,7 @@ def test_the_name_is_a_function_of_all_that_tokens_depend_on(
     assert len(set(keys)) == len(keys)
 
 
-def test_templates_with_dates_are_tokenised_each_day_and_those_with_times_each_run(
-    config: SftDataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_templates_with_dates_are_tokenised_each_day(config: SftDataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def keys(template: str) -> list[str]:
         found = []
         for second in (86_400, 86_400 + 7_200, 2 * 86_400):
@@ -201,7 +191,7 @@ def test_two_runs_started_at_once_have_one_cache(config: SftDataConfig, digest: 
 
 
 def test_killed_while_it_makes_the_cache_the_next_start_makes_it(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    config: SftDataConfig, tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = tokenizing.chunks_to_file
 
@@ -220,9 +210,7 @@ def test_killed_while_it_makes_the_cache_the_next_start_makes_it(
     assert not whole.name.startswith(scratch_name())
 
 
-def test_where_the_disk_cannot_take_it_a_run_does_without(
-    config: SftDataConfig, digest: Digest, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_keeps_no_cache(config: SftDataConfig, digest: Digest, capfd: pytest.CaptureFixture[str]) -> None:
     expected = digest(config, cache_dir="")
 
     def load() -> None:
@@ -256,11 +244,7 @@ def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
 
 
 def test_rows_of_a_hub_are_kept_by_their_revision(
-    config: SftDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    digest: Digest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config: SftDataConfig, tokenizer: HfTokenizer, digest: Digest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `datasets` finds them without a network (tests have none): what a revision left here, by its commit."""
     import datasets
@@ -312,7 +296,7 @@ def test_the_number_of_processes_is_chosen_and_changes_nothing(
 
 
 def test_a_row_that_cannot_be_used_is_named_and_nothing_is_left(
-    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    config: SftDataConfig, tokenizer: HfTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = Path(config.name).read_text().splitlines()
     lines[700] = '{"prompt": "ab"}'
@@ -334,7 +318,7 @@ def test_the_cache_lies_where_it_should(config: SftDataConfig, monkeypatch: pyte
     assert cache_directory(SftDataConfig()) == Path.home() / ".cache" / "holdfast" / "tokenised"
 
 
-def test_a_table_is_a_sequence(config: SftDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_table_is_a_sequence(config: SftDataConfig, tokenizer: HfTokenizer) -> None:
     load_samples(config, tokenizer, seed=0)
     (directory,) = entries(config)
     table = SampleTable(directory / "samples.arrow")

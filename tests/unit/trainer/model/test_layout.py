@@ -39,39 +39,9 @@ PLANNED = "model.layers.*.mlp.experts"
 CPU = torch.device("cpu")
 
 
-class Flat(PreTrainedModel):
-    """A decoder without layers."""
-
-    config_class = LlamaConfig
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.words = nn.Embedding(8, 4)
-
-
-class WithFlat(PreTrainedModel):
-    config_class = LlamaConfig
-    base_model_prefix = "model"
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.model = Flat(config)
-
-
 @pytest.fixture
 def hf_model(tiny_model: Models) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(tiny_model("llama"), attn_implementation="packed")
-
-
-def without_positions(hf_model: PreTrainedModel) -> None:
-    """Take from a decoder the argument by which it is told the positions of tokens."""
-    decoder = decoder_of(hf_model)
-    forward = decoder.forward
-
-    def along_the_row(input_ids: Tensor, **others: Any) -> Any:
-        return forward(input_ids=input_ids, **others)
-
-    decoder.forward = along_the_row  # type: ignore[method-assign]
 
 
 def layout_of(hf_model: PreTrainedModel, attention: str = "packed", **arguments: Any) -> Layout:
@@ -90,7 +60,10 @@ def test_a_model_that_cannot_be_packed_says_why(hf_model: PreTrainedModel) -> No
     assert (unknown.packs, unknown.attention) == (False, "sdpa")
     assert "its attention is not that of packed rows (LlamaAttention calls its attention with banana" in unknown.reason
     assert layout_of(hf_model, is_causal=False).reason == "its attention is not causal"
-    without_positions(hf_model)
+    decoder = decoder_of(hf_model)
+    forward = decoder.forward
+    # It is told no positions any more.
+    decoder.forward = lambda input_ids, **others: forward(input_ids=input_ids, **others)  # type: ignore[method-assign]
     assert layout_of(hf_model) == Layout(False, "sdpa", "it counts positions along the row by itself")
 
 
@@ -139,15 +112,14 @@ def test_packed_attention_refuses_what_it_does_not_know() -> None:
     packed_attention(nn.Identity(), query, query, query, None, banana=None, use_cache=False)
 
 
-def test_models_without_a_decoder_layers_a_head_or_a_last_position(
-    hf_model: PreTrainedModel, tiny_model: Models
-) -> None:
-    config = LlamaConfig()
-    with pytest.raises(DataError, match="Flat has no decoder apart from its head"):
-        decoder_of(Flat(config))
-    with pytest.raises(DataError, match="WithFlat has no list of decoder layers and cannot be sharded"):
-        decoder_layers(WithFlat(config))
-    assert not has_plain_head(decoder_of(hf_model), None)
+def test_models_without_a_decoder_layers_head_or_last_position(hf_model: PreTrainedModel, tiny_model: Models) -> None:
+    decoder = decoder_of(hf_model)
+    assert not has_plain_head(decoder, None)
+    with pytest.raises(DataError, match="LlamaModel has no decoder apart from its head"):
+        decoder_of(decoder)
+    del decoder.layers
+    with pytest.raises(DataError, match="LlamaForCausalLM has no list of decoder layers and cannot be sharded"):
+        decoder_layers(hf_model)
     opt, mamba = (
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model(kind, **fields)))
         for kind, fields in (("opt", {"max_position_embeddings": 16}), ("mamba", {}))
@@ -156,9 +128,7 @@ def test_models_without_a_decoder_layers_a_head_or_a_last_position(
     assert (longest_sample(opt), longest_sample(mamba)) == (16, None)
 
 
-def test_a_buffer_that_nobody_can_compute_is_named(
-    tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_nobody_can_compute_is_named(tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     begin = LlamaMLP.__init__
@@ -176,9 +146,7 @@ def build(directory: Path, mesh: Mesh, **config: Any) -> Policy:
     return build_policy(TrainedModelConfig.model_validate({"name": str(directory), **config}), mesh, seed=0)
 
 
-def test_what_a_model_cannot_be_configured_to_is_refused(
-    tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_model_cannot_do_is_refused(tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny_model("llama")
     with pytest.raises(DataError, match="transformers cannot build a causal language model of type llama with banana"):
         build(directory, mesh, attention="banana")

@@ -81,40 +81,6 @@ def test_entropies_that_nobody_asks_for_are_not_computed(chunk_tokens: int) -> N
     assert torch.equal(plain.logprobs_N, asked.logprobs_N)
 
 
-def kl_by_hand(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(student || teacher) of two rows of logits, token by token of the vocabulary, in float64."""
-    rows = []
-    for own_V, other_V in zip(student.double() / temperature, teacher.double() / temperature, strict=True):
-        total, own_sum, other_sum = own_V.new_zeros(()), own_V.exp().sum(), other_V.exp().sum()
-        for own, other in zip(own_V, other_V, strict=True):
-            total = total + own.exp() / own_sum * ((own - own_sum.log()) - (other - other_sum.log()))
-        rows.append(total)
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 2, 10, 4096])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_divergence_from_a_teacher_is_that_of_whole_vocabularies(chunk_tokens: int, temperature: float) -> None:
-    hidden, weight, bias, targets = inputs()
-    generator = torch.Generator().manual_seed(5)
-    taught = torch.randn(N, H + 3, generator=generator, dtype=torch.float64)  # a wider model
-    taught_weight = torch.randn(V, H + 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    found = token_logprobs(
-        hidden, plain_head(weight, bias_V=bias, softcap=5.0), targets, Reading(Sampling(temperature)),
-        chunk_tokens=chunk_tokens, teacher=Readout(taught, plain_head(taught_weight)),
-    )  # fmt: skip
-    logits = 5.0 * torch.tanh((hidden @ weight.T + bias) / 5.0)
-    expected = kl_by_hand(logits, (taught @ taught_weight.T).detach(), temperature)
-    assert found.teacher_kl_N is not None and expected.min() > 0.1
-    torch.testing.assert_close(found.teacher_kl_N.double(), expected, rtol=1e-6, atol=1e-6)
-    upstream = torch.linspace(-1, 1, N)
-    leaves = (hidden, weight, bias)
-    ours = torch.autograd.grad((found.teacher_kl_N * upstream).sum(), leaves, retain_graph=True)
-    theirs = torch.autograd.grad((expected * upstream).sum(), leaves)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert torch.autograd.grad(found.teacher_kl_N.sum(), taught_weight, allow_unused=True) == (None,)
-
-
 def test_divergence_from_a_teacher_stays_finite_for_tokens_that_one_of_both_never_takes() -> None:
     extremes = torch.tensor([[300.0, 0.0, -300.0], [0.0, 0.0, 0.0]], requires_grad=True)
     found = token_logprobs(
@@ -271,12 +237,6 @@ def test_a_target_at_the_border_has_one_log_probability_and_cut_tokens_weigh_not
     logits_CV = torch.arange(W).remainder(5).float().repeat(W, 1)
     found = [read(logits_CV + shift, list(range(W)), Sampling(top_p=0.5)) for shift in (0.0, -30_000.0)]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_how_people_write_it() -> None:
-    assert str(Sampling()) == "temperature 1" and not Sampling(0.3).is_truncated
-    assert str(Sampling(0.5, 0.9, 40, 0.05)) == "temperature 0.5, top_p 0.9, top_k 40, min_p 0.05"
-    assert Sampling(0.5, 0.9, 40, 0.05).whole() == Sampling(0.5)
 
 
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 2000])

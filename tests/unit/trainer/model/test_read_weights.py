@@ -36,6 +36,7 @@ from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
 from tests.builders.train_states import fill
+from tests.conftest import ModelFactory
 from tests.models.served import write_model
 
 ARCHITECTURE = Architecture(shapes={"a": (2, 3), "b": (4,)}, tied=False)
@@ -151,9 +152,7 @@ def test_a_config_alone_tells_the_same_architecture_as_weights(tmp_path: Path, t
     assert ("lm_head.weight" in full.shapes) is not tied
 
 
-def test_a_model_without_memory_leaves_the_dtype_of_other_threads_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_memory_leaves_others_their_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on while an update is read, and its tensors get the default dtype of the process."""
     directory = write_model(tmp_path, seed=0, tied=True, weights=False)
     config = json.loads((directory / "config.json").read_text()) | {"dtype": "bfloat16"}
@@ -205,7 +204,7 @@ Publish = Callable[..., tuple[Path, Path, Path]]
 
 
 @pytest.fixture
-def publish(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
+def publish(tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Publish:
     """Return a maker of (model directory, merged weights, adapter alone), all of one policy."""
 
     def make(**fields: Any) -> tuple[Path, Path, Path]:
@@ -254,9 +253,7 @@ def test_an_engine_merges_as_the_trainer_does(publish: Publish, fields: dict[str
     assert not torch.equal(untouched[MATRIX], ours.tensors[MATRIX])
 
 
-def test_an_adapter_for_other_weights_of_another_version_or_damaged_is_refused(
-    publish: Publish, tiny_model: Callable[..., Path]
-) -> None:
+def test_an_adapter_that_is_damaged_or_of_other_weights_is_refused(publish: Publish, tiny_model: ModelFactory) -> None:
     model, _, adapter = publish()
     refused(adapter, base_of(tiny_model(seed=1)), f"adapter for the weights of '{model}' .* this server has those of")
     with pytest.raises(DataError, match=r"holds no \*.safetensors file, and an adapter is added to what lies there"):

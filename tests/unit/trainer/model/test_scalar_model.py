@@ -1,4 +1,4 @@
-"""The scalar model against transformers: values and gradients, packed or not, its head, what is published, errors."""
+"""The scalar model against transformers: values and gradients, packed or not, its head, what is published, in `rl`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,12 @@ from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import build_policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, predict_values, score_samples
-from tests.builders.plain_models import write_reward_model
+from holdfast.trainer.preference.pairs import Pair
+from holdfast.trainer.programs.reward_model import _with_padding
+from holdfast.trainer.rl.auxiliary_models import RewardModel
+from tests.builders.plain_models import copy_with_other_tokens, write_reward_model
 from tests.builders.train_states import local_part
+from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]
 LENGTHS = (7, 3, 12)
@@ -54,9 +59,7 @@ def values_of(model: PreTrainedModel, sample: Sample) -> Tensor:
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_values_and_gradients_are_those_of_transformers(
-    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh, pack: bool
-) -> None:
+def test_values_are_those_of_transformers(reward_model: tuple[Path, PreTrainedModel], mesh: Mesh, pack: bool) -> None:
     directory, theirs = reward_model
     ours = build(directory, mesh)
     micro = build_micro_batch(samples(), [2, 0, 1], pack=pack, device=CPU)
@@ -73,19 +76,6 @@ def test_values_and_gradients_are_those_of_transformers(
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_a_sample_is_scored_at_its_last_token_as_transformers_does(
-    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh, pack: bool
-) -> None:
-    directory, theirs = reward_model
-    scores_S = score_samples(build(directory, mesh), samples(), [1, 2], pack=pack, device=CPU)
-    padded = torch.zeros(2, 12, dtype=torch.long)
-    for row, index in enumerate((1, 2)):
-        padded[row, : LENGTHS[index]] = torch.as_tensor(samples()[index].token_ids, dtype=torch.long)
-    expected_S = theirs(padded, attention_mask=(padded != 0).long()).logits[:, 0]
-    torch.testing.assert_close(scores_S, expected_S, rtol=1e-5, atol=1e-6)
-
-
 def test_each_pass_is_a_sign_of_life(tiny_model: Models, mesh: Mesh) -> None:
     heartbeat, model = start_heartbeat(), build(tiny_model("llama", tied=False), mesh)
     for _ in range(3):
@@ -93,9 +83,7 @@ def test_each_pass_is_a_sign_of_life(tiny_model: Models, mesh: Mesh) -> None:
     assert heartbeat.beat.moves == 3
 
 
-def test_no_samples_give_no_scores_and_gradients_of_zero(
-    reward_model: tuple[Path, PreTrainedModel], mesh: Mesh
-) -> None:
+def test_no_samples_give_no_scores_and_zero_gradients(reward_model: tuple[Path, PreTrainedModel], mesh: Mesh) -> None:
     model = build(reward_model[0], mesh)
     scores_S = score_samples(model, samples(), [], pack=True, device=CPU)
     assert scores_S.shape == (0,)
@@ -190,9 +178,7 @@ BERT = {
         ("bert", BERT, "BertForSequenceClassification has no linear head named score.weight"),
     ],
 )
-def test_a_kind_of_model_that_cannot_score_is_named(
-    kind: str, config: dict[str, Any], said: str, mesh: Mesh, tmp_path: Path
-) -> None:
+def test_models_that_cannot_score(kind: str, config: dict[str, Any], said: str, mesh: Mesh, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config}))
     with pytest.raises(DataError, match=said):
         build(tmp_path, mesh, init="random")
@@ -201,3 +187,64 @@ def test_a_kind_of_model_that_cannot_score_is_named(
 def test_a_policy_is_not_made_from_a_reward_model(reward_model: tuple[Path, PreTrainedModel], mesh: Mesh) -> None:
     with pytest.raises(DataError, match="scores whole sequences"):
         build_policy(TrainedModelConfig(name=str(reward_model[0])), mesh, seed=0)
+
+
+@pytest.fixture
+def directory(tiny_model: Models, tmp_path: Path) -> Path:
+    """A reward model with dropout, as transformers writes it."""
+    write_reward_model(tmp_path / "judge", tiny_model("llama", tied=False, attention_dropout=0.5))
+    return tmp_path / "judge"
+
+
+def policy_config(tiny_model: Models) -> TrainedModelConfig:
+    """Of a policy of another architecture, without weights of its own: nothing of it but the tokenizer is read."""
+    return TrainedModelConfig(name=str(tiny_model("qwen3", weights=False)), init="random")
+
+
+def test_scores_are_transformers_and_move_no_generator(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
+    theirs = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    model = RewardModel(str(directory), policy_config(tiny_model), mesh)
+    expected = [theirs(torch.from_numpy(s.token_ids)[None].long()).logits.item() for s in ragged_samples()]
+    for row_tokens in (4, 13, 1000):
+        assert model.score(ragged_samples(), row_tokens=row_tokens) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert model.score(ragged_samples(), row_tokens=13) == model.score(ragged_samples(), row_tokens=13)
+    before = torch.get_rng_state()
+    model = RewardModel(str(directory), policy_config(tiny_model), mesh)
+    model.score(ragged_samples(), row_tokens=13)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.model.training and not any(p.requires_grad for p in model.model.parameters())
+
+
+def test_another_tokenizer_and_a_language_model_are_refused(directory: Path, tiny_model: Models, mesh: Mesh) -> None:
+    other = copy_with_other_tokens(directory, directory.with_name("other"))
+    with pytest.raises(DataError, match="has another tokenizer .*: 2 tokens differ, such as 'a'"):
+        RewardModel(str(other), policy_config(tiny_model), mesh)
+    with pytest.raises(DataError, match="a language model without a score. Train one with `reward-model`"):
+        RewardModel(str(tiny_model()), policy_config(tiny_model), mesh)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_tokenizer", "published", "told"),
+    [
+        (7, 1, 7, ""),
+        (None, 1, 1, ""),
+        (None, None, None, "neither model nor tokenizer has a pad token"),
+        (None, 9, 9, "answers end in token 9, which is also the padding"),
+    ],
+)
+def test_the_padding_of_a_reward_model_is_told_where_it_would_mislead_transformers(
+    of_model: int | None,
+    of_tokenizer: int | None,
+    published: int | None,
+    told: str,
+    tiny_model: Models,
+    mesh: Mesh,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sides = [Sample(np.array([5, 6, end], dtype=np.int32), np.ones(3, dtype=bool)) for end in (8, 9)]
+    tokenizer = SimpleNamespace(pad_token_id=of_tokenizer)
+    build = _with_padding(tokenizer, [Pair(*sides, number=0)])  # type: ignore[arg-type]
+    config = TrainedModelConfig(name=str(tiny_model("llama", tied=False, pad_token_id=of_model)))
+    model = build(config, mesh, seed=0, weights=True)
+    assert model.hf_model.config.pad_token_id == published
+    assert told in caplog.text and (told or "padding" not in caplog.text)

@@ -82,15 +82,6 @@ def test_the_kernel_is_taken_for_what_it_can_do(
     assert (found is not None) == is_taken == (not said)
 
 
-def test_on_a_cpu_there_is_no_kernel_and_nothing_to_name(said: list[str]) -> None:
-    assert KERNELS.keys() == {"cuda"}
-    query = torch.randn(1, 2, 6, 8)
-    packed_attention(
-        nn.Identity(), query, query, query, None, packed_index=PackedIndex.from_lengths([2, 4], device=CPU)
-    )
-    assert said == []
-
-
 def attend(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, index: PackedIndex | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -102,42 +93,14 @@ def attend(
 
 
 @given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),
-    dims=st.sampled_from([(8, 8), (12, 12), (16, 10), (6, 24)]),
-    window=st.sampled_from([None, 1, 3, 50]),
-)
-@settings(max_examples=40)
-def test_the_kernel_gives_what_the_padded_batch_gives(
-    lengths: list[int], heads: tuple[int, int], dims: tuple[int, int], window: int | None
-) -> None:
-    generator = torch.Generator().manual_seed(sum(lengths))
-
-    def random(num_heads: int, dim: int) -> Tensor:
-        shape = (1, num_heads, sum(lengths), dim)
-        return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-
-    given_ = random(heads[0], dims[0]), random(heads[1], dims[0]), random(heads[1], dims[1])
-    index = PackedIndex.from_lengths(lengths, device=CPU)
-    expected = attend(*given_, window, index)
-    function = PerSample()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(KERNELS, "cpu", Kernel(function, frozenset({torch.float64}), 64))
-        found = attend(*given_, window, index)
-    assert function.calls == 1
-    # No window where it holds all: (-1, 0) is the kernel's faster plain causal attention.
-    assert function.windows == {(-1 if window is None or window >= max(lengths) else window - 1, 0)}
-    torch.testing.assert_close(found, expected)
-
-
-@given(
     groups=st.lists(st.tuples(st.integers(1, 90), st.lists(st.integers(1, 90), min_size=1, max_size=4)), min_size=1),
-    kv_heads=st.sampled_from([4, 2]),
+    kv_heads=st.sampled_from([4, 2, 1]),
+    dims=st.sampled_from([(8, 8), (12, 12), (16, 10), (6, 24)]),
     window=st.sampled_from([None, 1, 3, 70]),
 )
 @settings(max_examples=30)
 def test_answers_that_share_a_prompt_attend_as_in_rows_of_their_own(
-    groups: list[tuple[int, list[int]]], kv_heads: int, window: int | None
+    groups: list[tuple[int, list[int]]], kv_heads: int, dims: tuple[int, int], window: int | None
 ) -> None:
     """By padded batches and by the kernel; each group is a prompt's length and those of its answers."""
     sequences, places, used = list[np.ndarray](), list[np.ndarray](), 0
@@ -149,15 +112,15 @@ def test_answers_that_share_a_prompt_attend_as_in_rows_of_their_own(
             used += len(places[-1])
     generator = torch.Generator().manual_seed(used)
     query, key, value = (
-        torch.randn(1, heads, used, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads in (4, kv_heads, kv_heads)
+        torch.randn(1, heads, used, dim, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads, dim in ((4, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]))
     )
     index = PackedIndex.from_sequences(sequences, device=CPU)
     apart = [
         by_hand(query[0, :, tokens], key[0, :, tokens], value[0, :, tokens], window)[:, own].transpose(0, 1)
         for tokens, own in zip(sequences, places, strict=True)
     ]
-    upstream = torch.randn((1, used, 4, 8), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    upstream = torch.randn((1, used, 4, dims[1]), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     expected = torch.cat(apart)[None]
     gradients = torch.autograd.grad((expected * upstream).sum(), (query, key, value))
     torch.testing.assert_close(attend(query, key, value, window, index), (expected, gradients))
@@ -166,11 +129,13 @@ def test_answers_that_share_a_prompt_attend_as_in_rows_of_their_own(
         torch.testing.assert_close(attend(query, key, value, window, index), (expected, gradients))
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, 7])
 def test_rows_of_one_sample_each_need_no_index(window: int | None, kernel: PerSample) -> None:
     query, key = (torch.randn(3, heads, 7, 8, requires_grad=True) for heads in (4, 2))
     found = attend(query, key, key, window, None)
     assert kernel.calls == 1, "as samples"
+    # No window where it holds all: (-1, 0) is the kernel's faster plain causal attention.
+    assert kernel.windows == {(2 if window == 3 else -1, 0)}
     del KERNELS["cpu"]
     padded = attend(query, key, key, window, None)
     torch.testing.assert_close(found, padded)
@@ -287,30 +252,6 @@ def test_older_gpus_have_no_kernel(capability: list[int], said: list[str]) -> No
     assert len(said) == 1 and "needs an Ampere GPU" in said[0]
 
 
-lengths_of_rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)
-
-
-# Below and above what shares a padded batch whatever its lengths.
-lengths_of_long_rows = st.lists(st.integers(1, 200), min_size=1, max_size=9)
-
-
-@given(lengths=st.one_of(lengths_of_rows, lengths_of_long_rows))
-@settings(max_examples=50)
-def test_the_index_takes_tokens_out_and_puts_them_back(lengths: list[int]) -> None:
-    index = PackedIndex.from_lengths(lengths, device=CPU)
-    row_T = torch.arange(sum(lengths)) + 100
-    padded = [row_T[gather_SL] for gather_SL in index.gather_SL]
-    assert torch.equal(torch.cat([batch.flatten() for batch in padded])[index.scatter_T], row_T)
-    parts = {int(part[0]): part for part in row_T.split(lengths)}
-    for batch in padded:
-        for sample_L in batch:
-            part = parts.pop(int(sample_L[0]))
-            assert torch.equal(sample_L[: len(part)], part)
-    assert not parts and index.max_len == max(lengths)
-    assert index.cu_seqlens.dtype == torch.int32
-    assert index.cu_seqlens.tolist() == [sum(lengths[:k]) for k in range(len(lengths) + 1)]
-
-
 def test_samples_share_a_padded_batch_with_those_of_about_their_length() -> None:
     """Attention over padding would cost the square of the longest sample for each: most of a step on ragged data."""
     index = PackedIndex.from_lengths([64, 1000, 3, 748, 750, 100, 96, 1, 60], device=CPU)
@@ -332,11 +273,3 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Te
     if window is not None:
         seen &= place[:, None] - place[None, :] < window
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
-
-
-def test_dropout_drops_in_training_and_only_then() -> None:
-    query = torch.randn(1, 2, 6, 8)
-    index = PackedIndex.from_lengths([2, 4], device=CPU)
-    plain, _ = packed_attention(nn.Identity(), query, query, query, None, packed_index=index)
-    dropped, _ = packed_attention(nn.Identity(), query, query, query, None, packed_index=index, dropout=0.5)
-    assert not torch.allclose(plain, dropped)

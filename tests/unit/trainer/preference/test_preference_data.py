@@ -2,7 +2,6 @@
 
 import gc
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
 from tests.builders.plain_models import copy_with_other_tokens
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
-from tests.conftest import BASE
+from tests.conftest import BASE, ModelFactory
 from tests.models.plain_logprobs import answer_logprob
 
 TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
@@ -121,9 +120,7 @@ def test_margins_must_be_numbers(tmp_path: Path, tokenizer: Tokenizer, margin: A
         read(tmp_path, TEXTS, tokenizer, RATED_PAIR_FORMATS)
 
 
-def test_pairs_that_teach_nothing_are_left_out(
-    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pairs_of_no_use_are_left_out(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     equal = {"prompt": "x>", "chosen": "x", "rejected": "x"}
     assert [pair.number for pair in read(tmp_path, [equal, *TEXTS], tokenizer)] == [0, 1]
     assert "1 pairs have the same tokens on both sides" in caplog.text
@@ -159,7 +156,7 @@ def _beside(config: DpoConfig, pairs: list[Pair], mesh: Mesh) -> ReferenceTable:
     return work.table
 
 
-def test_another_reference_says_its_weights_words(tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path) -> None:
+def test_another_reference_says_its_weights_words(tiny_model: ModelFactory, mesh: Mesh, tmp_path: Path) -> None:
     name, pairs = str(tiny_model(seed=1)), ragged_pairs(5)
     data = {"seq_len": 16, "shuffle": False}
     of_policy = {"model": {"name": str(tiny_model())}, "data": data, "output_dir": tmp_path, "max_steps": 1}
@@ -177,7 +174,7 @@ def test_another_reference_says_its_weights_words(tiny_model: Callable[..., Path
     assert beside.model == found.model and beside.logprobs_P2.tolist() == found.logprobs_P2.tolist(), "no adapters"
 
 
-def test_a_reference_with_other_tokens_is_refused(tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path) -> None:
+def test_a_reference_with_other_tokens_is_refused(tiny_model: ModelFactory, mesh: Mesh, tmp_path: Path) -> None:
     other = copy_with_other_tokens(tiny_model(seed=1), tmp_path / "other")
     config = DpoConfig.model_validate({"model": {"name": str(tiny_model())}, "loss": {"reference_model": str(other)}})
     with pytest.raises(DataError, match=r"loss\.reference_model = .* has another tokenizer .*: 2 tokens differ"):
@@ -257,7 +254,7 @@ def test_the_prompt_of_a_pair_attends_to_itself_once_and_costs_as_much() -> None
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_model: Callable[..., Path], mesh: Mesh) -> Policy:
+def policy(tiny_model: ModelFactory, mesh: Mesh) -> Policy:
     return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), mesh, seed=0)
 
 
@@ -318,35 +315,14 @@ LABELLED = [
 ]
 
 
-def kto_config(**settings: Any) -> PreferenceLossConfig:
-    return PreferenceLossConfig.model_validate({"type": "kto", "beta": 0.3, **settings})
-
-
 @pytest.mark.parametrize("label", [True, False])
 @pytest.mark.parametrize("ratio", [0.0, 1e4, -1e4, 1e-300, 1e300, -1e300])
 @pytest.mark.parametrize("kl", [0.0, 1e4])
 def test_the_loss_of_kto_stays_finite_and_bounded(label: bool, ratio: float, kl: float) -> None:
     ratios_A = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
-    losses_A, _ = kto_loss(ratios_A, torch.tensor([label]), kl, kto_config())
+    losses_A, _ = kto_loss(ratios_A, torch.tensor([label]), kl, PreferenceLossConfig(type="kto", beta=0.3))
     (gradient,) = torch.autograd.grad(losses_A.sum(), ratios_A)
     assert 0 <= losses_A.item() <= 1 and abs(gradient.item()) <= 0.3 / 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"reference": "none"}, "reference = none is for other types than kto"),
-        ({"rpo_alpha": 1.0}, "kto, which has no pairs"),
-        ({"odpo_alpha": 1.0}, "is for type = dpo"),
-        ({"label_smoothing": 0.1}, "label_smoothing"),
-        ({"desirable_weight": 0.0}, "desirable_weight"),
-        ({"type": "dpo", "undesirable_weight": 2.0}, "undesirable_weight = 2.0 are for type = kto"),
-    ],
-)
-def test_settings_that_make_no_sense_with_kto_are_refused(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        kto_config(**changes)
-    assert (kto_config(beta=None).scale, kto_config().reference) == (0.1, "precomputed")
 
 
 def test_every_answer_is_taken_once_with_another_prompt_unless_one_prompt_has_more_than_half() -> None:
@@ -392,9 +368,7 @@ def test_pairs_are_a_good_and_a_bad_answer_each(tmp_path: Path, tokenizer: Token
     assert mismatched == ["ab>edc", "ab>c", "cde>ba", "cde>ab"], "good and bad ones, never that of the same prompt"
 
 
-def test_labelled_rows_that_cannot_be_used_are_refused_or_left_out(
-    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_labelled_rows_of_no_use(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     def load(rows: list[dict[str, Any]], **more: Any) -> list[LabelledAnswer]:
         return load_answers(settings(tmp_path, rows, **more), tokenizer)
 
@@ -471,14 +445,24 @@ def test_a_step_of_kto_is_what_logits_and_the_formula_give(offset: float, policy
         ratios = [answer_logprob(policy, a.mismatched).item() - reference[a.number, 1] for a in answers]
     kl = max(0.0, sum(ratios) / 5)
     assert metrics["kl"] == pytest.approx(kl, rel=1e-5) and (kl > 1) == (offset > 0)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, by_label = torch.zeros((), dtype=torch.float64), {True: list[tuple[float, float]](), False: []}
     for answer in answers:
-        ratio = answer_logprob(policy, answer.answer) - reference[answer.number, 0]
+        logp = answer_logprob(policy, answer.answer)
+        ratio = logp - reference[answer.number, 0]
+        by_label[answer.is_desirable].append((logp.item(), 0.3 * ratio.item()))
         gain = 0.3 * (ratio - kl) * (1 if answer.is_desirable else -1)
         loss = loss + (1.2 if answer.is_desirable else 0.8) * (1 - torch.sigmoid(gain)) / 5
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     torch.testing.assert_close(found, taken_gradients(policy), rtol=1e-4, atol=1e-6)
+    for side, label in (("chosen", True), ("rejected", False)):
+        logps, rewards = np.mean(by_label[label], axis=0)
+        assert (metrics[f"logps/{side}"], metrics[f"rewards/{side}"]) == pytest.approx(
+            (logps, rewards), rel=1e-5, abs=1e-5
+        )
+    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
+    alone = objective.measure(policy, [answer for answer in answers if answer.is_desirable])
+    assert "rewards/rejected" not in alone and "rewards/margins" not in alone and alone["desirable"] == 1
 
 
 def test_a_step_of_kto_is_the_same_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
@@ -492,21 +476,3 @@ def test_a_step_of_kto_is_the_same_however_it_is_split(policy: Policy, mesh: Mes
     assert metrics["kl"] > 0.1 and metrics["desirable"] == pytest.approx(2 / 3) and policy.training
     whole = objective_of(policy, mesh, answers, offset=1.0, micro_batch_size=12)
     assert whole.measure(policy, answers) == pytest.approx(metrics, rel=1e-6)
-
-
-def test_the_rewards_of_each_label_are_means_over_that_label(policy: Policy, mesh: Mesh) -> None:
-    answers = ragged_answers(9)
-    objective = objective_of(policy, mesh, answers, offset=1.0)
-    metrics = objective.measure(policy, answers)
-    with torch.no_grad():
-        logps = [answer_logprob(policy, answer.answer).item() for answer in answers]
-    rewards = [0.3 * (logp - objective.reference.logprobs_P2[k, 0]) for k, logp in enumerate(logps)]
-    good = [answer.number for answer in answers if answer.is_desirable]
-    bad = [answer.number for answer in answers if not answer.is_desirable]
-    for side, numbers in (("chosen", good), ("rejected", bad)):
-        assert metrics[f"rewards/{side}"] == pytest.approx(np.mean([rewards[k] for k in numbers]), rel=1e-5)
-        assert metrics[f"logps/{side}"] == pytest.approx(np.mean([logps[k] for k in numbers]), rel=1e-5)
-    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
-    alone = objective.measure(policy, [answers[k] for k in good])
-    assert "rewards/rejected" not in alone and "rewards/margins" not in alone and alone["desirable"] == 1
-    assert "rewards/chosen" not in objective.measure(policy, [answers[k] for k in bad])

@@ -131,11 +131,7 @@ def other_model(settings: dict[str, Any], other: Path) -> dict[str, Any]:
         ("sft, adapters", lambda s, _: s | {"model": s["model"] | {"lora": {"rank": 4}}}, "model.lora.rank: 2 -> 4"),
         ("dpo", lambda s, _: s | {"data": s["data"] | {"too_long": "truncate", "seq_len": 12}}, "about other pairs"),
         ("dpo, adapters, another reference", lambda s, _: s | {"loss": {}}, "under the reference model"),
-        (
-            "dpo, adapters, another reference",
-            lambda s, o: s | {"loss": {"reference_model": str(o)}},
-            "under the referen",
-        ),
+        ("dpo, adapters, another reference", lambda s, o: s | {"loss": {"reference_model": str(o)}}, "under the ref"),
     ],
 )
 def test_what_a_run_depends_on_must_be_what_it_began_with(

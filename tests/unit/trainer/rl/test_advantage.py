@@ -2,26 +2,23 @@
 
 import inspect
 import math
-import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from pydantic import ValidationError
 
 from holdfast.config.named_algorithms import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
-from holdfast.config.preference import PreferenceLossConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import ConfigError, TrainingError
-from holdfast.protocol.rollouts import Rollout
-from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
 from holdfast.trainer.rl.advantages import dr_grpo, grpo, max_rl, online_dpo, opo, pass_at_k, reinforce_pp, rloo
 from holdfast.trainer.rl.assign_advantages import assign_advantages, build_advantage, require_siblings
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
 from holdfast.trainer.rl.scored_rollouts import ScoredRollout
 from tests.builders.advantage_settings import NEEDED
+from tests.builders.sampled_rollouts import sampled_rollout
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout, step_rollout
 from tests.builders.slow_advantages import by_token, random_groups
 from tests.conftest import ROOT
@@ -143,15 +140,8 @@ def test_rollouts_that_are_not_trained_count_in_every_baseline() -> None:
         assert by_token(name, groups) == by_token(name, masked)
 
 
-def rollout(task_id: int, reward: float) -> Rollout:
-    return Rollout(
-        environment="e", task_id=task_id, sample_index=0, token_ids=[1, 2], loss_mask=[False, True],
-        logprobs=[0.0, 0.0], versions=[], reward=reward,
-    )  # fmt: skip
-
-
 def test_advantages_reach_every_token_of_their_rollouts() -> None:
-    rollouts = [rollout(0, 1.0), rollout(0, 3.0), rollout(1, 5.0), rollout(1, 4.0)]
+    rollouts = [sampled_rollout(reward, task_id=task, sampled=1) for task, reward in ((0, 1), (0, 3), (1, 5), (1, 4))]
     samples = to_samples(rollouts, trained_version=0)
     rewards_PG = [[one.reward for one in group] for group in group_rollouts(rollouts)]
     assert rewards_PG == [[1.0, 3.0], [5.0, 4.0]]
@@ -170,39 +160,22 @@ def shortest_of_the_best(groups: list[list[ScoredRollout]]) -> list[list[float]]
     return [[float(one is chosen) for one in group] for group, chosen in zip(groups, best, strict=True)]
 
 
-def too_few(groups: list[list[ScoredRollout]]) -> list[list[float]]:
-    return [[0.0] for _ in groups]
+_gives: list[Callable[[list[ScoredRollout]], list[Any]]] = []
 
 
-def not_finite(groups: list[list[ScoredRollout]]) -> list[list[float]]:
-    return [[math.nan for _ in group] for group in groups]
-
-
-def of_tokens(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
-    """Alternately an array, and a list, of how early each token is."""
-    return [[np.arange(one.num_tokens) if n % 2 else list(range(one.num_tokens)) for n, one in enumerate(group)]
-            for group in groups]  # fmt: skip
-
-
-def not_by_token(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
-    return [[np.zeros(len(one.token_ids)) for one in group] for group in groups]
-
-
-def ragged(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
-    return [[[1.0, [2.0]] for _ in group] for group in groups]
+def of_the_test(groups: list[list[ScoredRollout]]) -> list[list[Any]]:
+    """What the test gives each group."""
+    return [_gives[-1](group) for group in groups]
 
 
 def test_an_advantage_of_the_user_as_the_documentation_shows_it() -> None:
     config = TrainerConfig(advantage=f"{__name__}:shortest_of_the_best")
     groups = [[scored_rollout(1.0, 2), scored_rollout(1.0, 1), scored_rollout(0.0, 1)]]
     assert advantage_of(config.advantage)(groups) == [[0.0, 1.0, 0.0]]
-    by_place = advantage_of(f"{__name__}:of_tokens")(groups)
+    _gives.append(lambda _: [[0, 1], np.arange(1), [0]])  # lists and arrays of how early each token is
+    by_place = advantage_of(f"{__name__}:of_the_test")(groups)
     assert [np.asarray(value).tolist() for value in by_place[0]] == [[0.0, 1.0], [0.0], [0.0]]
     assert inspect.getsource(shortest_of_the_best) in (ROOT / "docs" / "losses.md").read_text()
-
-
-def fails(groups: list[list[ScoredRollout]]) -> list[list[float]]:
-    return [[one.reward / 0 for one in group] for group in groups]
 
 
 def test_a_wrong_advantage_of_the_user_is_named() -> None:
@@ -210,15 +183,17 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
         advantage_of("rlo")
     with pytest.raises(ConfigError, match=r"advantage = '.*:shortest'.*has no function 'shortest'"):
         advantage_of(f"{__name__}:shortest")
-    for function, message in (
-        ("too_few", r"groups of \[1\] values for groups of \[2\]"),
-        ("not_finite", "not finite for task 0 of environment 'e': nan"),
-        ("not_by_token", r"an array of shape \(5,\) for a rollout of task 0 of environment 'e' with 3 sampled tokens"),
-        ("ragged", "failed: ValueError: "),
-        ("fails", "failed: ZeroDivisionError: "),
+    shape = r"an array of shape \(5,\) for a rollout of task 0 of environment 'e' with 3 sampled tokens"
+    for gives, message in (
+        (lambda _: [0.0], r"groups of \[1\] values for groups of \[2\]"),
+        (lambda _: [math.nan, math.nan], "not finite for task 0 of environment 'e': nan"),
+        (lambda group: [np.zeros(len(one.token_ids)) for one in group], shape),
+        (lambda _: [[1.0, [2.0]]] * 2, "failed: ValueError: "),
+        (lambda group: [one.reward / 0 for one in group], "failed: ZeroDivisionError: "),
     ):
-        with pytest.raises(TrainingError, match=f"{function}.*{message}"):
-            advantage_of(f"{__name__}:{function}")(scored_groups([[1.0, 2.0]]))
+        _gives.append(gives)
+        with pytest.raises(TrainingError, match=f"of_the_test.*{message}"):
+            advantage_of(f"{__name__}:of_the_test")(scored_groups([[1.0, 2.0]]))
 
 
 @pytest.mark.parametrize("log_ratio", [20.0, 1e4, -1e4])
@@ -229,44 +204,6 @@ def test_the_pull_of_online_dpo_does_not_overflow(log_ratio: float) -> None:
     ]
     ((best, worst),) = online_dpo([group], beta=0.1)
     assert best == -worst == pytest.approx(2 * 0.1 / (1 + np.exp(np.float128(0.2 * log_ratio))))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_gradient_of_online_dpo_is_that_of_dpo_over_the_problems(seed: int) -> None:
-    """Ragged answers, groups of one to five, some of equal rewards, against the loss that `dpo` trains with."""
-    draw = random.Random(seed)
-    beta, groups, leaves = 0.1 + draw.random(), [], []
-    dpo, loss = PreferenceLossConfig(type="dpo", beta=beta), torch.zeros((), dtype=torch.float64)
-    num_problems = draw.randint(1, 4)
-    for _ in range(num_problems):
-        size = draw.randint(1, 5)
-        rewards = [0.5] * size if draw.random() < 0.3 else [float(draw.randint(0, 2)) for _ in range(size)]
-        answers = [torch.randn(draw.randint(1, 6), dtype=torch.float64, requires_grad=True) for _ in range(size)]
-        references = [torch.randn(len(answer), dtype=torch.float64) for answer in answers]
-        groups.append(
-            [
-                scored_rollout(reward, len(new), old_logprobs=new.detach().numpy(), reference_logprobs=of.numpy())
-                for reward, new, of in zip(rewards, answers, references, strict=True)
-            ]
-        )
-        leaves.append(answers)
-        if max(rewards) > min(rewards):
-            chosen, rejected = rewards.index(max(rewards)), rewards.index(min(rewards))
-            sums = [values[side].sum()[None] for values in (answers, references) for side in (chosen, rejected)]
-            counts = [torch.tensor([len(answers[side])]) for side in (chosen, rejected)]
-            scored = preference_loss(PairLogprobs(*sums, *counts, torch.zeros(1)), dpo)
-            loss = loss + scored.losses_P.sum() / num_problems
-
-    by_advantage = torch.zeros((), dtype=torch.float64)
-    for advantages, answers in zip(online_dpo(groups, beta=beta), leaves, strict=True):
-        for advantage, answer in zip(advantages, answers, strict=True):
-            by_advantage = by_advantage - advantage * answer.sum() / sum(map(len, groups))
-    everything = [answer for answers in leaves for answer in answers]
-    found = torch.autograd.grad(by_advantage, everything)
-    none = [None] * len(everything)
-    wanted = torch.autograd.grad(loss, everything, allow_unused=True) if loss.requires_grad else none
-    for own, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(own, torch.zeros_like(own) if want is None else want, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

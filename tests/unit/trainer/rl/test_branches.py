@@ -1,7 +1,6 @@
 """Steps on rollouts with branches, each a sequence of its own, against transformers, however rows are packed."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.builders.plain_models import write_reward_model
 from tests.builders.policy_inputs import policy_input
 from tests.builders.slow_losses import configured
 from tests.builders.train_states import local_part
+from tests.conftest import ModelFactory
 
 # Tokens of each branch, by rollout: (prompt, sampled) of its turns, one after the other.
 ROLLOUTS = ([[3, 4], [6, 2, 2, 5]], [[3, 2]], [[3, 2], [5, 2], [7, 6]])
@@ -65,7 +65,7 @@ def make_rollouts() -> list[Rollout]:
 
 
 @pytest.fixture(scope="module")
-def directory(tiny_model: Callable[..., Path]) -> Path:
+def directory(tiny_model: ModelFactory) -> Path:
     return tiny_model("qwen3")
 
 
@@ -167,9 +167,7 @@ def test_a_sample_that_is_cut_keeps_the_sequences_that_are_left() -> None:
     assert sample.cut(9).lengths == [7, 2] and sample.cut(7).lengths == [7] and sample.cut(0).starts == (0,)
 
 
-def test_a_reward_model_scores_the_last_branch(
-    directory: Path, tiny_model: Callable[..., Path], mesh: Mesh, tmp_path: Path
-) -> None:
+def test_the_last_branch_is_scored(directory: Path, tiny_model: ModelFactory, mesh: Mesh, tmp_path: Path) -> None:
     write_reward_model(tmp_path, tiny_model("llama", tied=False))
     model = RewardModel(str(tmp_path), TrainedModelConfig(name=str(directory)), mesh)
     samples = to_samples(make_rollouts(), trained_version=3)
@@ -198,7 +196,7 @@ def reading_advantage(groups: Any) -> list[list[float]]:
     ids=["grpo", "gae", "gspo", "own"],
 )
 def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
-    tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: Any
+    tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: Any
 ) -> None:
     """What is measured in a branch is what is measured of it alone, and the metrics are finite."""
     run = start_learner(tmp_path, tiny_model(), mesh, tokenizer, **settings)

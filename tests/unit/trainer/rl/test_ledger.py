@@ -19,18 +19,14 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.programs.rl import _prune_batches
 from holdfast.trainer.rl.accounting import Ledger, check_tasks, check_trained
 from holdfast.trainer.state import Progress
+from tests.builders.sampled_rollouts import sampled_rollout
 
 GROUP, TOKENS = 2, 5
 
 
 def group(environment: str, task: int, samples: Sequence[int] = range(GROUP)) -> list[Rollout]:
-    return [
-        Rollout(
-            environment=environment, task_id=task, sample_index=sample, token_ids=[1] * TOKENS,
-            loss_mask=[True] * TOKENS, logprobs=[0.0] * TOKENS, versions=[],
-        )
-        for sample in samples
-    ]  # fmt: skip
+    own: dict[str, Any] = {"environment": environment, "task_id": task, "sampled": TOKENS - 1}
+    return [sampled_rollout(0.0, sample_index=sample, **own) for sample in samples]
 
 
 def make_batch(step: int, *tasks: tuple[str, int]) -> Batch:
@@ -229,9 +225,7 @@ def test_each_environment_has_groups_of_its_own_size() -> None:
     ("keep", "checkpoints", "first"),
     [(0, [4, 8], 5), (5, [4, 8], 4), (20, [4, 8], 1), ("all", [8], 1), (0, [8], 9), (2, [8], 7), (0, [], 1)],
 )
-def test_batches_stay_for_checkpoints_and_to_be_looked_into(
-    tmp_path: Path, keep: Any, checkpoints: list[int], first: int
-) -> None:
+def test_batches_stay_for_checkpoints_and_users(tmp_path: Path, keep: Any, checkpoints: list[int], first: int) -> None:
     run_dir = RunDir(tmp_path)
     for step in range(1, 9):
         run_dir.batch(step).mkdir(parents=True)

@@ -26,11 +26,7 @@ from tests.conftest import ROOT
 BUILT_IN = tuple(POLICY_LOSSES)
 
 
-def named(settings: dict[str, Any]) -> str:
-    return "-".join(map(str, settings.values()))
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_losses_of_micro_batches_sum_to_the_loss_of_the_step(name: str, correction: dict[str, Any]) -> None:
     loss_function = build_policy_loss(configured(name, correction=correction))

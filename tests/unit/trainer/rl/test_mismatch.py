@@ -25,7 +25,7 @@ from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.rl.mismatch import measure_canary, mismatch_limit
 from holdfast.trainer.session import Stopwatch
 from tests.builders.learner_runs import start_learner
-from tests.conftest import ROOT
+from tests.conftest import ROOT, ModelFactory
 
 PROMPT, LENGTH = 3, 12
 Learn = Callable[..., dict[str, float]]
@@ -52,7 +52,7 @@ def sampled_by(policy: Policy, mesh: Mesh, sampling: Sampling, *, off_by: float)
 
 
 @pytest.fixture
-def learn(tiny_model: Callable[..., Path], mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Learn:
+def learn(tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Learn:
     """Return a maker of one step on rollouts that are `age` versions old; None: a teacher's."""
 
     def step(
@@ -154,7 +154,6 @@ MODEL = ROOT / "examples" / "reverse_text" / "model"
     ("changes", "allowed"),
     [
         ({}, math.sqrt(2e-6)),
-        ({"sampler_dtype": "bfloat16"}, math.sqrt(0.1)),
         ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)),
         ({"mismatch_limit": 0.5}, 1.0),
         ({"mismatch_limit": math.inf}, None),
