@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from holdfast import cli
-from holdfast.config import InferenceConfig, OrchestratorConfig, TrainerConfig
+from holdfast.config import InferenceConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.inference.main import run as serve
 from holdfast.launcher import preflight
-from holdfast.orchestrator.check import check_environments
 from holdfast.process.gpus import require_vllm, vllm_device
 from tests.builders.toy import TOY
 from tests.runs.ports import free_port
@@ -50,7 +49,6 @@ def refused(
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "counting.py").write_text(_ENVIRONMENT)
     (tmp_path / "code" / "my_loss.py").write_text(_LOSS)
-    (tmp_path / "code" / "broken.py").write_text("1 / 0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
 
     said: list[str] = []
@@ -78,29 +76,6 @@ def environment(identity: str, **args: object) -> tuple[str, str]:
 
 
 QUICK_START = ("rl", "@", "configs/reverse_text/rl.toml", "--inference.server.port", str(free_port()))
-
-
-@pytest.mark.parametrize(
-    ("identity", "args", "said"),
-    [
-        ("nope", {}, "there is no environment 'nope'"),
-        ("jsonl", {}, "Jsonl needs path"),
-        ("jsonl", {"path": "no/file.jsonl"}, "no/file.jsonl cannot be read"),
-        ("no_module:Class", {}, "there is no module 'no_module'"),
-        ("counting:Count", {}, "has no environment 'Count'"),
-        ("counting:Counting", {"limits": 1}, "Counting has no such argument"),
-        ("broken:Thing", {}, "ZeroDivisionError"),
-    ],
-)
-def test_environments_and_their_arguments(
-    identity: str, args: dict[str, object], said: str, refused: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    monkeypatch.delitem(sys.modules, identity.partition(":")[0], raising=False)
-    section = {"id": identity, "args": args}
-    config = OrchestratorConfig.model_validate({"model": {"name": str(MODEL)}, "environments": [section]})
-    with pytest.raises(HoldfastError, match=said):
-        check_environments(config)
 
 
 @pytest.mark.launch
