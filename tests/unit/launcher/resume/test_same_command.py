@@ -213,16 +213,6 @@ def test_a_fork_that_was_killed_before_its_copy_is_no_fork_any_more(run: RunDir,
     assert run.forked_from() is None
 
 
-def test_the_settings_to_compare_with_are_kept_with_few_attempts(run: RunDir) -> None:
-    """A start that is killed before it has written its own must not make the next one refuse."""
-    _start(_sft(run, keep_attempts=1))
-    _train(run, 7)
-    prepare(_sft(run, keep_attempts=1), clean=False, dry_run=False)
-    run.configs(2).mkdir(parents=True)
-    _train(run, 7)
-    assert _start(_sft(run, keep_attempts=1)).number == 3
-
-
 def test_a_run_says_that_it_no_longer_profiles(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     ckpt = CkptConfig(interval=5)
     _start(_sft(run, ckpt=ckpt))
