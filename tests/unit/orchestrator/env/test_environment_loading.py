@@ -19,7 +19,6 @@ from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.env.jsonl import SCORERS, Jsonl, lcs_length, regex_scorer
 from holdfast.orchestrator.env.registry import load_environment
-from holdfast.orchestrator.env.tool_loop import check_tools
 from tests.servers.orchestrator_fakes import make_config
 
 if TYPE_CHECKING:
@@ -110,13 +109,6 @@ def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Pa
         check(f"{__name__}:NeedsWords")
     with pytest.raises(DataError, match="no.jsonl cannot be read"):
         check("jsonl", path=str(tmp_path / "no.jsonl"))
-
-
-def test_tools_that_a_local_model_cannot_call_are_refused_before_anything_is_started() -> None:
-    section = EnvironmentConfig(id="examples.environments.ledger:Ledger")
-    environment = load_environment(section, key="environments[0]")
-    with pytest.raises(ConfigError, match="writes calls of tools in no form that is known"):
-        check_tools({section.label: environment}, [section], tokenizer_name="examples/reverse_text/model")
 
 
 def test_reverse_text_has_the_lengths_that_are_asked_for() -> None:

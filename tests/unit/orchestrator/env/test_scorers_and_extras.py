@@ -60,12 +60,9 @@ def test_a_function_that_cannot_score_is_refused(questions: Path, own: str) -> N
     for scorer, said in (
         (f"{own}:alone", r"cannot be called with a completion and the right answer: too many positional arguments"),
         (f"{own}:lenght", r"has no function 'lenght'. Did you mean 'length'\?"),
-        ("no_such_module:length", "there is no module 'no_such_module'"),
     ):
         with pytest.raises(ConfigError, match=said):
             load("jsonl", path=str(questions), scorer=scorer)
-    with pytest.raises(ConfigError, match="`pattern` belongs to scorer 'regex'"):
-        load("jsonl", path=str(questions), scorer=f"{own}:length", pattern="x")
 
 
 def test_mathematics_counts_by_its_value(questions: Path) -> None:
