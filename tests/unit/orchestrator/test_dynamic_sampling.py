@@ -21,14 +21,7 @@ from holdfast.run.journal import Accepted, Counts
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.rl.accounting import check_tasks
 from tests.builders.sampled_rollouts import sampled_rollout
-from tests.servers.orchestrator_fakes import (
-    FakeEngine,
-    make_config,
-    read_rollouts,
-    run,
-    run_until,
-    serving,
-)
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, run, run_until, serving
 
 STEPS = 4
 
