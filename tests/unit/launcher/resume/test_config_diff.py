@@ -117,7 +117,7 @@ def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
         return OrchestratorConfig.model_validate({"environments": ENVIRONMENTS} | settings)
 
     environment = {"id": "reverse_text", "timeout_s": 60.0}
-    places = ({"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}})
+    places = ({"output_dir": "x"}, {"client": {"urls": ["http://other"]}}, {"ckpt": {}}, {"eval": {"interval": 2}})
     for same in ({"max_steps": 7}, {"environments": [environment]}, *places):
         assert makes_same_batches(orchestrator(), orchestrator(**same)), same
     # What only says how long is waited, and for whom, makes no other batch.

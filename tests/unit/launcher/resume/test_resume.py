@@ -28,7 +28,7 @@ from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, Token
 from holdfast.run import atomic, checked, manifest
 from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
-from tests.builders.checkpoint_files import commit
+from tests.builders.checkpoint_files import commit, contents
 from tests.builders.launches import start_rl
 from tests.builders.toy import MODEL, TOY
 from tests.unit.conftest import Command
@@ -94,17 +94,13 @@ def new(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "new")
 
 
-def tree(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
 def test_a_fork_begins_with_anothers_checkpoint(other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     other.create(created_unix_s=1_700_000_000)
-    before = tree(other.path)
+    before = contents(other.path)
     attempt = start(config_of(new, resume_dir=other.checkpoint(5)))
     assert (attempt.number, attempt.resume_step) == (1, 5)
     assert new.created_unix_s() == 1_700_000_000, "prompts with a date have that of the other run"
-    assert new.committed_steps() == [5] and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
+    assert new.committed_steps() == [5] and contents(new.checkpoint(5)) == contents(other.checkpoint(5))
     identity = json.loads((new.path / "run.json").read_text())
     source = {"run_id": other.run_id(), "step": 5, "path": str(other.checkpoint(5))}
     assert identity["forked_from"] == source and identity["run_id"] != other.run_id()
@@ -112,10 +108,10 @@ def test_a_fork_begins_with_anothers_checkpoint(other: RunDir, new: RunDir, caps
     assert f"forked {other.checkpoint(5)} (run {other.run_id()})" in out and "resuming from step 5" in out
     assert (new.checkpoint(5) / "trainer/.metadata").samefile(other.checkpoint(5) / "trainer/.metadata")
     # The other run goes on, and may even lose the step.
-    shutil.rmtree(other.checkpoint(5))
+    shutil.rmcontents(other.checkpoint(5))
     manifest.verify(new.checkpoint(5), step=5)
     del before["checkpoints/step_5/manifest.json"]
-    assert {name for name in before if "step_5" not in name} == tree(other.path).keys()
+    assert {name for name in before if "step_5" not in name} == contents(other.path).keys()
 
 
 def test_without_links_a_fork_is_a_verified_copy(other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +129,7 @@ def test_without_links_a_fork_is_a_verified_copy(other: RunDir, new: RunDir, mon
         with pytest.raises(CheckpointError, match="checksum"):
             start(config)
     assert new.committed_steps() == []
-    assert start(config).resume_step == 5 and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
+    assert start(config).resume_step == 5 and contents(new.checkpoint(5)) == contents(other.checkpoint(5))
 
 
 def test_a_fork_without_space_leaves_nothing(other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +159,7 @@ def test_a_fork_resumes_from_own_checkpoints(other: RunDir, new: RunDir, capsys:
     start(config_of(new, resume_dir=source), clean=True)
     assert new.committed_steps() == [5]
     add_checkpoint(new, 7)
-    shutil.rmtree(other.path)
+    shutil.rmcontents(other.path)
     for step in (None, "auto"):
         capsys.readouterr()
         assert start(config_of(new, resume_dir=source, resume_step=step)).resume_step == 7
@@ -302,7 +298,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
         update={"model": TrainedModelConfig(name=str(plain_model()), lora=LoraConfig(rank=16))}
     )
     sizes = (plain_model() / "config.json").read_bytes()
-    shutil.rmtree(other.checkpoint(10))
+    shutil.rmcontents(other.checkpoint(10))
     wrong = sizes.replace(b'"hidden_size": ', b'"hidden_size": 1')
     for model, settings, says in (
         (sizes, "[model.lora]\nrank = 8", r"model\.lora\.rank: 8 -> 16"),
@@ -313,7 +309,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
         path = add_checkpoint(other, 10, files=files)
         with pytest.raises(CheckpointError, match=says):
             start(config, clean=True)
-        shutil.rmtree(path)
+        shutil.rmcontents(path)
     fitting = {"model/config.json": sizes.decode(), "trainer/config.toml": "[model.lora]\nrank = 16"}
     add_checkpoint(other, 10, files=fitting)
     assert new.steps_there() == [7]
@@ -324,7 +320,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
 @pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
 def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
     new.create()
-    shutil.copytree(plain_model(), new.weights_of(6))
+    shutil.copycontents(plain_model(), new.weights_of(6))
     for flag in ("--ckpt.init-from", "--model.name", "--model.tokenizer"):
         code, _, err = sft(flag, new.weights_of(6), *flags)
         assert code == 2 and f"= {new.weights_of(6)} lies in {new.path}" in err and "--output-dir" in err
@@ -335,7 +331,7 @@ def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_m
         config.data.name = str(rows)
         with pytest.raises(ConfigError, match=re.escape(f"data.name = {rows} lies in")):
             start(config, clean=True)
-    code, _, err = sft("--model.name", shutil.copytree(plain_model(), new.path / "model"), *flags)
+    code, _, err = sft("--model.name", shutil.copycontents(plain_model(), new.path / "model"), *flags)
     assert code == 0, err
 
 
@@ -387,12 +383,12 @@ def test_another_architecture_is_refused(other: RunDir, sft: Sft, plain_model: C
     code, _, err = sft("--ckpt.resume-dir", step, "--model.name", wider)
     assert code == 2 and f"the checkpoint of step 11 is of another model than model.name = '{wider}'" in err
     assert "hidden_size: 32 -> 64" in err and "num_hidden_layers: 2 -> 3" in err and "Traceback" not in err
-    before = tree(other.path)
+    before = contents(other.path)
     config = config_of(other, resume_step=11)
     config.model.name = str(wider)
     with pytest.raises(CheckpointError, match="another model"):
         start(config)
-    assert tree(other.path) == before
+    assert contents(other.path) == before
 
 
 # RL: weights and journal.
@@ -424,7 +420,7 @@ def test_a_fork_brings_the_older_weights_that_batches_need(
         start_rl(config)
     assert new.published_weights() == brought
     for version in brought:
-        assert tree(new.weights_of(version)) == tree(other.weights_of(version))
+        assert contents(new.weights_of(version)) == contents(other.weights_of(version))
     assert (f"{other.weights_of(2)} is no longer there" in capsys.readouterr().out) is (async_level == 3)
 
 
@@ -484,7 +480,7 @@ def test_a_batch_that_nobody_can_have_sampled_is_made_again(
         tokens, mask, logprobs = TokenIds([1, token]), LossMask([0, 1]), Logprobs([0.0, value])
         rollout = Rollout(environment="a", task_id=0, sample_index=0, token_ids=tokens, loss_mask=mask,
                           logprobs=logprobs, versions=[VersionSpan(step - 2, 1, 2)])  # fmt: skip
-        shutil.rmtree(killed.batch(step))
+        shutil.rmcontents(killed.batch(step))
         add_batch(killed, step, version=step - 2, rollouts=[rollout])
     assert replayed(killed) == [7]
     assert f"batch 8 is made again, because no engine can have sampled it: a, task 0: {said}" in capsys.readouterr().out
@@ -562,7 +558,7 @@ def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journ
 def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir, other: RunDir) -> None:
     """No checkpoint was committed yet; batches 1 and 2 were sampled by the weights of the model."""
     for step in (4, 6):
-        shutil.rmtree(killed.checkpoint(step))
+        shutil.rmcontents(killed.checkpoint(step))
     for step in (1, 2):
         add_batch(killed, step, version=0)
     same, warm = rl(killed, resume_step="auto"), rl(killed, resume_step="auto", init_from=other.checkpoint(5))
@@ -608,7 +604,7 @@ def test_what_makes_other_batches_makes_them_all_again_and_other_weights_those_b
 @pytest.mark.parametrize("damage", ["gap", "bit"])
 def test_the_journal_ends_at_a_gap_or_damage(killed: RunDir, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     if damage == "gap":
-        shutil.rmtree(killed.batch(8))
+        shutil.rmcontents(killed.batch(8))
     else:
         (killed.batch(8) / "batch.msgpack").write_text("BATCH 8")
     assert replayed(killed) == [7]

@@ -19,7 +19,6 @@ from holdfast.config.environments import CurriculumConfig, EnvironmentConfig, En
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.config.resolved import makes_same_batches
 from holdfast.errors import ConfigError, DataError, EnvironmentFailure, RunDirError
 from holdfast.launcher.resume.resume_step import set_aside_after
 from holdfast.orchestrator.check import check_environments
@@ -184,25 +183,26 @@ def test_of_damage_the_task_alone_is_played_again(tmp_path: Path, caplog: pytest
 
 def test_another_policy_and_other_tasks_get_no_line_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with_weights()
+
+    def refused(said: str, config: EvaluateConfig) -> None:
+        with pytest.raises(ConfigError, match=rf"holds another evaluation \({said}"):
+            asyncio.run(main.run(config))
+
     with serving(engine):
         evaluated(config_of(tmp_path, engine))
-        with pytest.raises(ConfigError, match=r"holds another evaluation \(samples_per_task: 4 there, 2 here\)"):
-            asyncio.run(main.run(config_of(tmp_path, engine, samples_per_task=2)))
-        with pytest.raises(ConfigError, match=r"\(environments.letters.max_turns: 8 there, 3 here\)"):
-            environments = [LETTERS | {"max_turns": 3}, {"id": "reverse_text"}]
-            asyncio.run(main.run(config_of(tmp_path, engine, environments=environments)))
+        refused(r"samples_per_task: 4 there, 2 here\)", config_of(tmp_path, engine, samples_per_task=2))
+        environments = [LETTERS | {"max_turns": 3}, {"id": "reverse_text"}]
+        changed = config_of(tmp_path, engine, environments=environments)
+        refused(r"environments.letters.max_turns: 8 there, 3 here\)", changed)
         other = tmp_path / "tokenizer"
         shutil.copytree(MODEL, other)
         (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
         changed = config_of(tmp_path, engine)
         changed.inference.model.tokenizer = str(other)
-        said = r"holds another evaluation \(policy.tokenizer: \"\w+\" there, \"\w+\" he"
-        with pytest.raises(ConfigError, match=said):
-            asyncio.run(main.run(changed))
+        refused(r"policy.tokenizer: \"\w+\" there, \"\w+\" he", changed)
         changed = config_of(tmp_path, engine)
         changed.inference.model.fp32_lm_head = True
-        with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.fp32_lm_head: unset there, tru"):
-            asyncio.run(main.run(changed))
+        refused("policy.fp32_lm_head: unset there, tru", changed)
         own = (Path(MODEL) / "chat_template.jinja").read_text()
         (other / "chat_template.jinja").write_text("{{ strftime_now('%j') }}" + own)
         dated = config_of(tmp_path / "dated", engine)
@@ -210,28 +210,22 @@ def test_another_policy_and_other_tasks_get_no_line_there(tmp_path: Path, monkey
         monkeypatch.setenv(DATE_ENV, "0")
         asyncio.run(main.run(dated))
         monkeypatch.setenv(DATE_ENV, "86400")
-        with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.tokenizer"):
-            asyncio.run(main.run(dated))
+        refused("policy.tokenizer", dated)
         config_file = other / "config.json"
         config_file.write_text(config_file.read_text().replace("10000.0", "500.0"))  # rope_theta
         changed = config_of(tmp_path, engine)
         changed.inference.model.name, changed.inference.model.tokenizer = str(other), MODEL
         engine.model = str(other)
-        with pytest.raises(ConfigError, match=r"holds another evaluation \(policy.config: \"\w+\" there, \"\w+\" here"):
-            asyncio.run(main.run(changed))
+        refused(r"policy.config: \"\w+\" there, \"\w+\" here", changed)
         engine.model = MODEL
         changed = config_of(tmp_path, engine)
         changed.inference.engine.args = {"quantization": "fp8"}
-        said = r"another evaluation \(policy.engine.quantization: unset there, \"fp8\" h"
-        with pytest.raises(ConfigError, match=said):
-            asyncio.run(main.run(changed))
+        refused(r"policy.engine.quantization: unset there, \"fp8\" h", changed)
         with monkeypatch.context() as patched:
             patched.setattr(evaluator, "library_versions", lambda: library_versions() | {"torch": "another"})
-            with pytest.raises(ConfigError, match=r"evaluation \(libraries.torch: \".+\" there, \"another\""):
-                asyncio.run(main.run(config_of(tmp_path, engine)))
+            refused(r"libraries.torch: \".+\" there, \"another\"", config_of(tmp_path, engine))
         engine.digest = "others"
-        with pytest.raises(ConfigError, match=r"another evaluation \(policy.digest: \"\w+\" there, \"others\" here\)"):
-            asyncio.run(main.run(config_of(tmp_path, engine)))
+        refused(r"policy.digest: \"\w+\" there, \"others\" here\)", config_of(tmp_path, engine))
 
 
 def test_two_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
@@ -469,10 +463,6 @@ def test_evaluations_of_later_versions_are_set_aside_with_their_batches(tmp_path
     assert run_dir.evaluation(0).exists()
     run_dir.remove_run()
     assert not run_dir.evaluations.exists()
-
-
-def test_evaluations_change_no_batch() -> None:
-    assert makes_same_batches(OrchestratorConfig(), OrchestratorConfig.model_validate({"eval": EVAL}))
 
 
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Path) -> None:
