@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.view.follow import ObservedRun
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.processes import HANG_S, catches, wait_until
-
-Command = Callable[..., tuple[int, str, str]]
+from tests.unit.conftest import Command
 
 
 @pytest.fixture
