@@ -54,19 +54,11 @@ class Played:
     """A session whose policy says `turns`, and what it was asked."""
 
     def __init__(
-        self,
-        template: str,
-        turns: list[str],
-        environment: Environment,
-        *,
-        seq_len: int = 20_000,
-        cuts: tuple[int, ...] = (),
-        **settings: Any,
+        self, template: str, turns: list[str], environment: Environment, *, cuts: tuple[int, ...] = (), **settings: Any
     ) -> None:
         self.tokenizer = tokenizer_of(template)
         asked: Asked = []
-        # Each ends as the template ends it.
-        end = self.tokenizer.encode("<|im_end|>") if template in ("qwen3", "hermes") else [self.tokenizer.eos_token_id]
+        end = self.tokenizer.encode("<|im_end|>")
         self.sampled = [[*self.tokenizer.encode_after(turn), *end] for turn in turns]
         for turn in cuts:
             self.sampled[turn] = self.sampled[turn][: -len(end)]
@@ -77,8 +69,8 @@ class Played:
         self.messages = [] if isinstance(task.prompt, str) else [{"role": "user", "content": "What is 1 + 2?"}]
         prompt = self.tokenizer.text_prompt(task.prompt) if isinstance(task.prompt, str) else self.rendered()
         self.session = scripted_session(
-            self.tokenizer, prompt, self.sampled, asked=asked, seq_len=seq_len, task=task, tool_use=self.tool_use,
-            keeps_history=config.history == "keep", max_branches=config.max_branches,
+            self.tokenizer, prompt, self.sampled, asked=asked, seq_len=config.seq_len or 20_000, task=task,
+            tool_use=self.tool_use, keeps_history=config.history == "keep", max_branches=config.max_branches,
         )  # fmt: skip
         asyncio.run(environment.run(self.session, task))
         self.asked = [token_ids for token_ids, _, _ in asked]
