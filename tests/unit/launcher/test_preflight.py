@@ -129,7 +129,6 @@ def test_models_data_and_lengths(refused: Launch, tmp_path: Path) -> None:
     assert "eval.inference.model.max_len = 2049" in refused("sft", "@", "configs/reverse_text/sft.toml", *evaluating)
     assert "data.name = 'no.jsonl'" in refused("sft", *quick_model, "--data.name", "no.jsonl")
     assert "pretraining.data.name = 'no.jsonl'" in quick("--trainer.pretraining.data.name", "no.jsonl")
-    assert "low has no effect with correction.type = 'none'" in quick("--trainer.loss.correction.low", "0.1")
     assert "there is no module 'nope'" in quick("--trainer.loss.type", "nope:loss")
 
 

@@ -310,13 +310,9 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
     sizes = sizes_of({"rows": rows, "endless": endless}, {})
     assert count_tasks(sizes, None, key="num_tasks") == {"rows": 3, "endless": 128}
     assert count_tasks(sizes, 2, key="num_tasks") == {"rows": 2, "endless": 2}
-    with pytest.raises(ConfigError, match="num_tasks = 4, and environment 'rows' has 3 tasks: some would count twice"):
-        count_tasks(sizes, 4, key="num_tasks")
     environments = sizes_of({"jsonl": rows, "letters": endless}, {})
     sections = [section, EnvironmentConfig(id="letters")]
     refuse_training_tasks(environments, sections, [EnvironmentConfig(id="letters")], key="environments")
-    with pytest.raises(ConfigError, match=r"environments: 'jsonl' has 3 tasks, and training draws them all"):
-        refuse_training_tasks(environments, sections, [section], key="environments")
     # The same file by another name, and with another scorer.
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "rows.jsonl")
     spelled = EnvironmentConfig(id="jsonl", args={"path": str(tmp_path / "link.jsonl"), "scorer": "lcs"})
@@ -475,7 +471,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Pa
     check(eval=EVAL | {"environments": [own]})
     with pytest.raises(ConfigError, match=r"eval.environments: 'jsonl' has 3 tasks, and training draws them all"):
         check(environments=[section], eval={})
-    with pytest.raises(ConfigError, match=r"eval.num_tasks = 5, and environment 'jsonl' has 3 tasks"):
+    with pytest.raises(ConfigError, match=r"eval.num_tasks = 5, and environment 'jsonl' has 3 tasks: some would cou"):
         check(eval=EVAL | {"environments": [section]})
     with pytest.raises(ConfigError, match=r"eval.environments\[0\].id: there is no environment 'jsnl'"):
         check(eval={"environments": [{"id": "jsnl"}]})
