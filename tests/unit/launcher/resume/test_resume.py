@@ -108,7 +108,7 @@ def test_a_fork_begins_with_anothers_checkpoint(other: RunDir, new: RunDir, caps
     assert f"forked {other.checkpoint(5)} (run {other.run_id()})" in out and "resuming from step 5" in out
     assert (new.checkpoint(5) / "trainer/.metadata").samefile(other.checkpoint(5) / "trainer/.metadata")
     # The other run goes on, and may even lose the step.
-    shutil.rmcontents(other.checkpoint(5))
+    shutil.rmtree(other.checkpoint(5))
     manifest.verify(new.checkpoint(5), step=5)
     del before["checkpoints/step_5/manifest.json"]
     assert {name for name in before if "step_5" not in name} == contents(other.path).keys()
@@ -159,7 +159,7 @@ def test_a_fork_resumes_from_own_checkpoints(other: RunDir, new: RunDir, capsys:
     start(config_of(new, resume_dir=source), clean=True)
     assert new.committed_steps() == [5]
     add_checkpoint(new, 7)
-    shutil.rmcontents(other.path)
+    shutil.rmtree(other.path)
     for step in (None, "auto"):
         capsys.readouterr()
         assert start(config_of(new, resume_dir=source, resume_step=step)).resume_step == 7
@@ -298,7 +298,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
         update={"model": TrainedModelConfig(name=str(plain_model()), lora=LoraConfig(rank=16))}
     )
     sizes = (plain_model() / "config.json").read_bytes()
-    shutil.rmcontents(other.checkpoint(10))
+    shutil.rmtree(other.checkpoint(10))
     wrong = sizes.replace(b'"hidden_size": ', b'"hidden_size": 1')
     for model, settings, says in (
         (sizes, "[model.lora]\nrank = 8", r"model\.lora\.rank: 8 -> 16"),
@@ -309,7 +309,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
         path = add_checkpoint(other, 10, files=files)
         with pytest.raises(CheckpointError, match=says):
             start(config, clean=True)
-        shutil.rmcontents(path)
+        shutil.rmtree(path)
     fitting = {"model/config.json": sizes.decode(), "trainer/config.toml": "[model.lora]\nrank = 16"}
     add_checkpoint(other, 10, files=fitting)
     assert new.steps_there() == [7]
@@ -320,7 +320,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
 @pytest.mark.parametrize("flags", [["--clean"], ["--ckpt.resume-step", "auto"]])
 def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_model: Callable[..., Path]) -> None:
     new.create()
-    shutil.copycontents(plain_model(), new.weights_of(6))
+    shutil.copytree(plain_model(), new.weights_of(6))
     for flag in ("--ckpt.init-from", "--model.name", "--model.tokenizer"):
         code, _, err = sft(flag, new.weights_of(6), *flags)
         assert code == 2 and f"= {new.weights_of(6)} lies in {new.path}" in err and "--output-dir" in err
@@ -331,7 +331,7 @@ def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_m
         config.data.name = str(rows)
         with pytest.raises(ConfigError, match=re.escape(f"data.name = {rows} lies in")):
             start(config, clean=True)
-    code, _, err = sft("--model.name", shutil.copycontents(plain_model(), new.path / "model"), *flags)
+    code, _, err = sft("--model.name", shutil.copytree(plain_model(), new.path / "model"), *flags)
     assert code == 0, err
 
 
@@ -480,7 +480,7 @@ def test_a_batch_that_nobody_can_have_sampled_is_made_again(
         tokens, mask, logprobs = TokenIds([1, token]), LossMask([0, 1]), Logprobs([0.0, value])
         rollout = Rollout(environment="a", task_id=0, sample_index=0, token_ids=tokens, loss_mask=mask,
                           logprobs=logprobs, versions=[VersionSpan(step - 2, 1, 2)])  # fmt: skip
-        shutil.rmcontents(killed.batch(step))
+        shutil.rmtree(killed.batch(step))
         add_batch(killed, step, version=step - 2, rollouts=[rollout])
     assert replayed(killed) == [7]
     assert f"batch 8 is made again, because no engine can have sampled it: a, task 0: {said}" in capsys.readouterr().out
@@ -558,7 +558,7 @@ def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journ
 def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir, other: RunDir) -> None:
     """No checkpoint was committed yet; batches 1 and 2 were sampled by the weights of the model."""
     for step in (4, 6):
-        shutil.rmcontents(killed.checkpoint(step))
+        shutil.rmtree(killed.checkpoint(step))
     for step in (1, 2):
         add_batch(killed, step, version=0)
     same, warm = rl(killed, resume_step="auto"), rl(killed, resume_step="auto", init_from=other.checkpoint(5))
@@ -604,7 +604,7 @@ def test_what_makes_other_batches_makes_them_all_again_and_other_weights_those_b
 @pytest.mark.parametrize("damage", ["gap", "bit"])
 def test_the_journal_ends_at_a_gap_or_damage(killed: RunDir, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     if damage == "gap":
-        shutil.rmcontents(killed.batch(8))
+        shutil.rmtree(killed.batch(8))
     else:
         (killed.batch(8) / "batch.msgpack").write_text("BATCH 8")
     assert replayed(killed) == [7]
