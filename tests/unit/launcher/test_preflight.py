@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -12,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import cli
-from holdfast.config import InferenceConfig, OrchestratorConfig, TrainerConfig
+from holdfast.config import InferenceConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.inference.main import run as serve
 from holdfast.launcher import preflight
-from holdfast.orchestrator.check import check_environments
 from holdfast.process.gpus import require_vllm, vllm_device
 from tests.builders.toy import TOY
 from tests.runs.ports import free_port
 from tests.runs.rl import MODEL
+from tests.unit.conftest import Command
 
 Launch = Callable[..., str]
 
@@ -43,14 +41,11 @@ def loss(data, *, strength=1.0):
 
 
 @pytest.fixture
-def refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_root: Path, tmp_path: Path
-) -> Launch:
+def refused(monkeypatch: pytest.MonkeyPatch, run_command: Command, in_root: Path, tmp_path: Path) -> Launch:
     """Run a command with these flags, and at first with --dry-run too; return what it refused them with."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "counting.py").write_text(_ENVIRONMENT)
     (tmp_path / "code" / "my_loss.py").write_text(_LOSS)
-    (tmp_path / "code" / "broken.py").write_text("1 / 0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
 
     said: list[str] = []
@@ -59,14 +54,10 @@ def refused(
         extras = [[]] if said else [[], ["--dry-run"]]
         said.clear()
         for extra in extras:
-            monkeypatch.setattr(sys, "argv", [program, "--output-dir", str(tmp_path / "run"), *flags, *extra])
-            with pytest.raises(SystemExit) as caught:
-                getattr(cli, program)()
-            printed = capsys.readouterr()
-            assert caught.value.code == 2, printed
-            assert "Traceback" not in printed.err
+            code, out, err = run_command(program, "--output-dir", tmp_path / "run", *flags, *extra)
+            assert code == 2 and "Traceback" not in err, out + err
             assert not (tmp_path / "run").exists(), "something was made before it was refused"
-            said.append(printed.err)
+            said.append(err)
         assert len(set(said)) == 1
         return said[0]
 
@@ -78,29 +69,6 @@ def environment(identity: str, **args: object) -> tuple[str, str]:
 
 
 QUICK_START = ("rl", "@", "configs/reverse_text/rl.toml", "--inference.server.port", str(free_port()))
-
-
-@pytest.mark.parametrize(
-    ("identity", "args", "said"),
-    [
-        ("nope", {}, "there is no environment 'nope'"),
-        ("jsonl", {}, "Jsonl needs path"),
-        ("jsonl", {"path": "no/file.jsonl"}, "no/file.jsonl cannot be read"),
-        ("no_module:Class", {}, "there is no module 'no_module'"),
-        ("counting:Count", {}, "has no environment 'Count'"),
-        ("counting:Counting", {"limits": 1}, "Counting has no such argument"),
-        ("broken:Thing", {}, "ZeroDivisionError"),
-    ],
-)
-def test_environments_and_their_arguments(
-    identity: str, args: dict[str, object], said: str, refused: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    monkeypatch.delitem(sys.modules, identity.partition(":")[0], raising=False)
-    section = {"id": identity, "args": args}
-    config = OrchestratorConfig.model_validate({"model": {"name": str(MODEL)}, "environments": [section]})
-    with pytest.raises(HoldfastError, match=said):
-        check_environments(config)
 
 
 @pytest.mark.launch
@@ -161,7 +129,6 @@ def test_models_data_and_lengths(refused: Launch, tmp_path: Path) -> None:
     assert "eval.inference.model.max_len = 2049" in refused("sft", "@", "configs/reverse_text/sft.toml", *evaluating)
     assert "data.name = 'no.jsonl'" in refused("sft", *quick_model, "--data.name", "no.jsonl")
     assert "pretraining.data.name = 'no.jsonl'" in quick("--trainer.pretraining.data.name", "no.jsonl")
-    assert "low has no effect with correction.type = 'none'" in quick("--trainer.loss.correction.low", "0.1")
     assert "there is no module 'nope'" in quick("--trainer.loss.type", "nope:loss")
 
 
@@ -182,33 +149,24 @@ def test_a_trainer_by_itself_must_be_told_what_rl_would_hand_down(refused: Launc
     assert "needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens" in said
 
 
-def test_what_can_be_used_passes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Launch, tmp_path: Path
-) -> None:
+def test_what_can_be_used_passes(run_command: Command, refused: Launch, tmp_path: Path) -> None:
     """The constructor of a user's environment is not called, and what modules print is not shown."""
     flags = (*QUICK_START, *environment("counting:Counting", limit=2), "--trainer.loss.type", "my_loss:loss")
     for more in ((), ("--orchestrator.client.urls", '["http://far:1"]')):  # which may not be there yet
-        monkeypatch.setattr(sys, "argv", [*flags, *more, "--output-dir", str(tmp_path / "run"), "--dry-run"])
-        with pytest.raises(SystemExit) as caught:
-            cli.rl()
-        printed = capsys.readouterr()
-        assert caught.value.code == 0, printed.err
-        assert "would start from scratch" in printed.out and "chatter" not in printed.out
+        code, out, err = run_command(*flags, *more, "--output-dir", tmp_path / "run", "--dry-run")
+        assert code == 0, err
+        assert "would start from scratch" in out and "chatter" not in out
 
 
-def test_what_a_users_module_starts_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Launch, tmp_path: Path
-) -> None:
+def test_what_a_users_module_starts_is_not_waited_for(run_command: Command, refused: Launch, tmp_path: Path) -> None:
     """It inherits what the check writes to, and may live as long as it likes."""
     module = "import pathlib, subprocess, sys\n"
     waits = f"import pathlib, time; time.sleep(600); pathlib.Path({str(tmp_path / 'ended')!r}).touch()"
     module += f"child = subprocess.Popen([sys.executable, '-c', {waits!r}])\n"
     module += f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n" + _ENVIRONMENT
     (tmp_path / "code" / "starting.py").write_text(module)
-    flags = (*QUICK_START, *environment("starting:Counting"), "--output-dir", str(tmp_path / "run"), "--dry-run")
-    monkeypatch.setattr(sys, "argv", [*flags])
-    with pytest.raises(SystemExit) as caught:
-        cli.rl()
-    assert caught.value.code == 0, capsys.readouterr().err
+    flags = (*QUICK_START, *environment("starting:Counting"), "--output-dir", tmp_path / "run", "--dry-run")
+    code, _, err = run_command(*flags)
+    assert code == 0, err
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert not (tmp_path / "ended").exists()

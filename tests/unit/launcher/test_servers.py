@@ -80,6 +80,12 @@ def explicit(directory: Path, port: int) -> Launcher:
     return launcher
 
 
+def refused(launcher: Launcher, stack: ExitStack, said: str) -> None:
+    with pytest.raises(InferenceError, match=said) as caught:
+        launcher.choose(stack)
+    assert caught.value.exit_code == 2
+
+
 def test_runs_side_by_side_get_ports_and_servers_of_their_own(tmp_path: Path, first_port: int) -> None:
     with ExitStack() as stack:
         launchers = [Launcher(tmp_path / str(number), first_port) for number in range(3)]
@@ -87,8 +93,7 @@ def test_runs_side_by_side_get_ports_and_servers_of_their_own(tmp_path: Path, fi
         assert [launcher.port for launcher in launchers] == [first_port, first_port + 1, first_port + 2]
         assert all(servers.starts_own for servers in chosen)
         assert chosen[0].line == ""
-        with pytest.raises(InferenceError, match=f":{first_port} is in use, by a run that starts"):
-            explicit(tmp_path / "another", first_port).choose(stack)
+        refused(explicit(tmp_path / "another", first_port), stack, f":{first_port} is in use, by a run that starts")
         assert chosen[1].line == (
             f"port {first_port} is not free (another run or program has it): the inference server of this run gets "
             f"{first_port + 1}"
@@ -127,13 +132,11 @@ def test_several_servers_at_ports_that_were_named_are_started_there_or_nowhere(t
     named = ("--inference.server.port", str(first_port))
     with ExitStack() as stack:
         assert several(tmp_path / "0", first_port, *named).choose(stack) == Servers(True, "")
-        with pytest.raises(InferenceError, match=f"{first_port} is in use.* choose another port") as refused:
-            several(tmp_path / "1", first_port, *named).choose(stack)
-        assert refused.value.exit_code == 2
+        refused(several(tmp_path / "1", first_port, *named), stack, f"{first_port} is in use.* choose another port")
     last = reserve(HOST, first_port + 2)
     assert last is not None
-    with ExitStack() as stack, pytest.raises(InferenceError, match=f"{first_port + 2} is in use"):
-        several(tmp_path / "2", first_port, *named).choose(stack)
+    with ExitStack() as stack:
+        refused(several(tmp_path / "2", first_port, *named), stack, f"{first_port + 2} is in use")
     last.release()
     with ExitStack() as stack:
         assert several(tmp_path / "3", first_port, *named).choose(stack).starts_own, "what it held was given back"
@@ -195,9 +198,8 @@ def test_a_free_server_at_the_default_address_is_used_owned_and_given_back(tmp_p
         assert servers.line.startswith(f"using the inference server that answers at {engine.url}")
         second = Launcher(tmp_path / "second", port)
         assert second.choose(stack).starts_own and second.port != port
-        with pytest.raises(InferenceError, match=r"belongs to the run in .*:.*first.*--inference\.server\.port") as no:
-            explicit(tmp_path / "third", port).choose(stack)
-        assert no.value.exit_code == 2
+        said = r"belongs to the run in .*:.*first.*--inference\.server\.port"
+        refused(explicit(tmp_path / "third", port), stack, said)
         # The same run, started again, has its server still.
         assert not Launcher(tmp_path / "first", port).choose(stack).starts_own
         stack.close()
@@ -255,15 +257,13 @@ def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_a
     monkeypatch.setattr("holdfast.launcher.inference_servers._ENDING_S", 0.2)
     with socket.socket() as stays, ExitStack() as stack:
         stays.bind((HOST, first_port))
-        with pytest.raises(InferenceError, match=f":{first_port} is in use"):
-            explicit(tmp_path, first_port).choose(stack)
+        refused(explicit(tmp_path, first_port), stack, f":{first_port} is in use")
     assert "Waiting for up to 0.2 s" in told()
     waits = told().count("Waiting")
     RunDir(tmp_path).lock()  # from here on it is under way
     with socket.socket() as loading, ExitStack() as stack:
         loading.bind((HOST, first_port))
-        with pytest.raises(InferenceError, match=f":{first_port} is in use"):
-            explicit(tmp_path, first_port).choose(stack)
+        refused(explicit(tmp_path, first_port), stack, f":{first_port} is in use")
     assert told().count("Waiting") == waits
 
 
@@ -281,8 +281,7 @@ def test_a_server_with_another_model_is_left_alone(tmp_path: Path) -> None:
         launcher = Launcher(tmp_path, port)
         assert "serves the model 'another/model'" in launcher.choose(stack).line
         assert launcher.port != port and engine.owner is None
-        with pytest.raises(InferenceError, match="serves the model 'another/model', this run trains"):
-            explicit(tmp_path, port).choose(stack)
+        refused(explicit(tmp_path, port), stack, "serves the model 'another/model', this run trains")
 
 
 class _NoHttp(BaseRequestHandler):
@@ -304,9 +303,7 @@ def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, handler: type[B
         servers = launcher.choose(stack)
         assert servers.starts_own and launcher.port > foreign
         assert "is not an inference server of holdfast" in servers.line
-        with pytest.raises(InferenceError, match="is not an inference server of holdfast") as no:
-            explicit(tmp_path, foreign).choose(stack)
-        assert no.value.exit_code == 2
+        refused(explicit(tmp_path, foreign), stack, "is not an inference server of holdfast")
 
 
 def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,13 +364,11 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
 
     with offered() as (engine, port, stack):
         engine.token = "secret"
-        with pytest.raises(InferenceError, match=r"asks for its admin token \(HOLDFAST_ADMIN_TOKEN\)"):
-            explicit(tmp_path, port).choose(stack)
+        refused(explicit(tmp_path, port), stack, r"asks for its admin token \(HOLDFAST_ADMIN_TOKEN\)")
         engine.token = None
         for on_claim, why in ((loading, "says HTTP Error 503"), (taken_just_now, "was taken by another run just now")):
             engine.on_claim = on_claim
-            with pytest.raises(InferenceError, match=f"{engine.url} {why}"):
-                explicit(tmp_path, port).choose(stack)
+            refused(explicit(tmp_path, port), stack, f"{engine.url} {why}")
 
     class Ending(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -388,8 +383,7 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
     with HTTPServer((HOST, 0), Ending) as server, ExitStack() as stack:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        with pytest.raises(InferenceError, match=r"gave no answer \(Remote end closed connection"):
-            explicit(tmp_path, server.server_port).choose(stack)
+        refused(explicit(tmp_path, server.server_port), stack, r"gave no answer \(Remote end closed connection")
         server.shutdown()
         thread.join()
 
@@ -441,8 +435,7 @@ def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, f
         later = Launcher(tmp_path, first_port, *teacher, f'["http://{HOST}:{first_port}"]')
         assert later.choose(stack).starts_own and later.port == first_port + 1, "its teacher will be served there"
         both = Launcher(tmp_path, 1, *teacher, f'["{engine.url}"]', "--orchestrator.client.urls", f'["{engine.url}"]')
-        with pytest.raises(InferenceError, match=r"is where the teacher is served.*--orchestrator\.client\.urls"):
-            both.choose(stack)
+        refused(both, stack, r"is where the teacher is served.*--orchestrator\.client\.urls")
 
 
 def test_a_dry_run_holds_nothing(tmp_path: Path) -> None:
@@ -457,8 +450,7 @@ def test_servers_that_were_named_are_used_if_no_other_run_has_them(tmp_path: Pat
         named = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}"]')
         assert not named.choose(stack).starts_own and free.owner is not None
         both = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}", "{taken.url}"]')
-        with pytest.raises(InferenceError, match=f"{taken.url} belongs to the run in node:/elsewhere"):
-            both.choose(stack)
+        refused(both, stack, f"{taken.url} belongs to the run in node:/elsewhere")
         absent = Launcher(tmp_path, 1, "--orchestrator.client.urls", '["http://127.0.0.1:9"]')
         assert absent.choose(stack).line == "using the inference servers at http://127.0.0.1:9"
 

@@ -44,11 +44,6 @@ def caused(error: Exception, cause: BaseException) -> Exception:
     return error
 
 
-def flagged(error: SaveError) -> SaveError:
-    error.exit_code = STORAGE_FAILED
-    return error
-
-
 DISK = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO]
 SHARED = [errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN]
 
@@ -92,7 +87,9 @@ def test_an_error_that_is_its_own_cause_has_no_more_causes_and_a_flag_on_another
     assert not is_storage_failure(caused(EnvironmentFailure("it raised"), error))
     assert _code(error) == ""
     # The flag of a failure on another rank counts.
-    assert is_storage_failure(caused(SaveError("not saved"), flagged(SaveError("rank 1: No space left on device"))))
+    flagged = SaveError("rank 1: No space left on device")
+    flagged.exit_code = STORAGE_FAILED
+    assert is_storage_failure(caused(SaveError("not saved"), flagged))
 
 
 RAISE = """

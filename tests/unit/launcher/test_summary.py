@@ -71,14 +71,9 @@ def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monk
         assert (afresh.max_steps, afresh.optim.warmup_steps) == (225, 22)
 
 
-def test_what_a_removed_run_and_a_fork_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_fork_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed(monkeypatch, 800)
     other = sft(tmp_path / "other", max_steps=30, optim={"lr": 1e-3})
-    started(other)
-    (other.output_dir / "removal.mark").touch()  # --clean was killed
-    new = sft(other.output_dir)
-    assert settle_length(new, clean=False) is not None
-    assert (new.max_steps, new.optim.lr) == (100, 2e-5)
     checkpoint = tmp_path / "step_20"
     (checkpoint / TRAINER_DIR).mkdir(parents=True)
     (checkpoint / TRAINER_DIR / CONFIG_NAME).write_text(to_toml(other))

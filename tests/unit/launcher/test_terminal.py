@@ -41,17 +41,6 @@ def test_signals_that_a_parent_had_ignored_stay_ignored(tmp_path: Path, number: 
         assert supervisor.run(lambda: None) is None, "neither the launcher nor its child takes note"
 
 
-@contextmanager
-def _dead_reader() -> Iterator[int]:
-    """Give the end of a pipe that nobody reads."""
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        yield write
-    finally:
-        os.close(write)
-
-
 def test_output_that_would_have_to_wait_is_dropped() -> None:
     """Another program left the mode of a terminal, which is shared, so that nothing waits."""
     master, slave = os.openpty()
@@ -77,8 +66,10 @@ def test_the_console_outlives_who_reads_it() -> None:
         "with Console(nowhere, attempt=1, first_step=0, max_steps=1) as console:\n"
         "    for number in range(200): console.say(f'line {number}'); print('plain', flush=True)\n"
     )
-    with _dead_reader() as pipe:
-        ended = subprocess.run([sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE)
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 

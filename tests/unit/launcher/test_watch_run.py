@@ -161,12 +161,6 @@ def test_a_giving_up_that_nobody_hears_of(stands: Stands, capfd: pytest.CaptureF
     assert "WARNING: the run continues without evaluation" in said
 
 
-def test_evaluations_are_waited_for_when_the_trainer_has_ended(stands: Stands) -> None:
-    evaluation = "while not Path('weights/step_1').exists(): time.sleep(0.02)\nmade('evaluated')"
-    assert stands.watch(heals=False, evaluation=evaluation, trainer="made('weights/step_1')") == 0
-    assert (stands.run_dir.path / "evaluated").exists()
-
-
 def test_a_stop_while_evaluations_are_started_again_ends_the_run(
     stands: Stands, terminated_when: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,13 +79,20 @@ def checked_batches(run_dir: RunDir) -> list[Batch]:
     """Every batch, after the ledger has checked it against the states around it."""
     batches = []
     before = Accepted()
-    for step in range(1, STEPS + 1):
+    for step in run_dir.published_batches():
         batch = journal.read_batch(run_dir, step)
         after = journal.read_accepted(run_dir.batch(step) / journal.STATE_NAME, step=step)
         check_tasks(batch, before=before, after=after)
         before = after
         batches.append(batch)
     return batches
+
+
+def made(directory: Path, engine: FakeEngine, kind: type[Environment], **changes: Any) -> list[Batch]:
+    """Return the batches of a whole run, checked by the ledger."""
+    with serving(engine):
+        run(configure(directory, engine, kind, **changes))
+    return checked_batches(RunDir(directory))
 
 
 def totals(run_dir: RunDir) -> Accepted:
@@ -97,9 +104,7 @@ def tasks_of(batch: Batch) -> list[int]:
 
 
 def test_groups_without_signal_are_replaced_in_rounds_of_what_is_missing(tmp_path: Path, engine: FakeEngine) -> None:
-    with serving(engine):
-        run(configure(tmp_path, engine, Signals, dynamic_sampling={}))
-    batches = checked_batches(RunDir(tmp_path))
+    batches = made(tmp_path, engine, Signals, dynamic_sampling={})
     # Of tasks 0, 1, 2 the last has a signal; then 3, 4 (none), 5, 6 (5 has), 7, and 8, which ends the batch.
     assert tasks_of(batches[0]) == [2, 5, 8]
     assert [one.task_id for one in batches[0].dropped] == [0, 1, 3, 4, 6, 7]
@@ -120,13 +125,10 @@ def test_groups_without_signal_are_replaced_in_rounds_of_what_is_missing(tmp_pat
 def test_at_the_limit_the_earliest_groups_without_signal_fill_the_batch(
     tmp_path: Path, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(engine):
-        run(configure(tmp_path / "never", engine, Never, dynamic_sampling={"max_problems_per_step": 5}))
-        run(configure(tmp_path / "few", engine, Signals, dynamic_sampling={"max_problems_per_step": 6}))
-    never = checked_batches(RunDir(tmp_path / "never"))
+    never = made(tmp_path / "never", engine, Never, dynamic_sampling={"max_problems_per_step": 5})
     assert [tasks_of(batch) for batch in never[:2]] == [[0, 1, 2], [5, 6, 7]]
     assert [[one.task_id for one in batch.dropped] for batch in never[:2]] == [[3, 4], [8, 9]]
-    few = checked_batches(RunDir(tmp_path / "few"))
+    few = made(tmp_path / "few", engine, Signals, dynamic_sampling={"max_problems_per_step": 6})
     assert [tasks_of(batch) for batch in few[:2]] == [[0, 2, 5], [6, 8, 11]]
     assert "batch 1: 3 of its 3 groups have no signal after 5 problems" in caplog.text
 
@@ -134,31 +136,25 @@ def test_at_the_limit_the_earliest_groups_without_signal_fill_the_batch(
 @pytest.mark.parametrize("at_request", [2, 5, 9, 14])
 def test_a_kill_between_rounds_changes_and_repeats_nothing(tmp_path: Path, engine: FakeEngine, at_request: int) -> None:
     straight, killed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")
-
+    expected = made(straight.path, engine, Signals, dynamic_sampling={})
+    engine.requests.clear()
     with serving(engine):
-        run(configure(straight.path, engine, Signals, dynamic_sampling={}))
-        engine.requests.clear()
         config = configure(killed.path, engine, Signals, dynamic_sampling={})
         run_until(at_request, engine, config)
         asked = len(engine.requests)
         run(config)
     assert read_rollouts(straight, range(1, STEPS + 1)) == read_rollouts(killed, range(1, STEPS + 1))
-    dropped, expected = ([batch.dropped for batch in checked_batches(one)] for one in (killed, straight))
-    assert dropped == expected
+    assert [batch.dropped for batch in checked_batches(killed)] == [batch.dropped for batch in expected]
     assert totals(straight) == totals(killed)
     # What was in flight at the kill is asked for again, nothing else.
     assert len(engine.requests) <= 9 * STEPS + 3 and asked < len(engine.requests)
 
 
-def fail_settings(**changes: Any) -> dict[str, Any]:
-    return {"environments": [{"id": f"{__name__}:Fails", "name": "a", "on_error": "drop"}], "seq_len": 64} | changes
-
-
 def test_failed_groups_are_dropped_with_their_reason_and_counted_exactly(tmp_path: Path, engine: FakeEngine) -> None:
-    with serving(engine):
-        for name in ("one", "two"):
-            run(configure(tmp_path / name, engine, Fails, **fail_settings()))
-    batches = checked_batches(RunDir(tmp_path / "one"))
+    environments = [{"id": f"{__name__}:Fails", "name": "a", "on_error": "drop"}]
+    batches, again = (
+        made(tmp_path / name, engine, Fails, environments=environments, seq_len=64) for name in ("one", "two")
+    )
     assert [tasks_of(batch) for batch in batches] == [[0, 2], [3, 5], [6, 7, 8], [9, 10, 11]]
     (failed,), (too_long,) = batches[0].dropped, batches[1].dropped
     assert (failed.task_id, failed.reason, failed.rollouts) == (1, "environment_error", 4)
@@ -167,7 +163,7 @@ def test_failed_groups_are_dropped_with_their_reason_and_counted_exactly(tmp_pat
     assert (too_long.task_id, too_long.reason, too_long.rollouts, too_long.tokens) == (4, "prompt_too_long", 0, 0)
     assert "allowed are 1 to 63" in too_long.detail
     # The other sessions of a failed group are played to their end, so its tokens do not depend on timing.
-    assert checked_batches(RunDir(tmp_path / "two"))[0].dropped == [failed]
+    assert again[0].dropped == [failed]
     counts = {"environment_error": Counts(1, 4, failed.tokens), "prompt_too_long": Counts(1, 0, 0)}
     assert totals(RunDir(tmp_path / "one")).dropped == counts
     assert batches[0].metrics["groups/dropped/environment_error"] == 1.0
@@ -178,9 +174,7 @@ def hanging(**settings: Any) -> list[dict[str, Any]]:
 
 
 def test_a_deadline_drops_the_group_and_the_run_goes_on(tmp_path: Path, engine: FakeEngine) -> None:
-    with serving(engine):
-        run(configure(tmp_path, engine, Hangs, environments=hanging(on_error="drop"), max_steps=STEPS))
-    batches = checked_batches(RunDir(tmp_path))
+    batches = made(tmp_path, engine, Hangs, environments=hanging(on_error="drop"), max_steps=STEPS)
     dropped = [one for batch in batches for one in batch.dropped]
     assert [(one.environment, one.task_id, one.reason) for one in dropped] == [("slow", n, "timeout") for n in range(6)]
     assert "run() took longer than 0.02 s (timeout_s)" in dropped[0].detail

@@ -350,11 +350,8 @@ def test_metrics_are_about_what_was_sampled_not_about_what_is_trained() -> None:
     failed = Dropped(environment="a", task_id=0, reason="timeout", rollouts=2, tokens=9)
     metrics = metrics_of([equal, failed, unequal], num_groups=1)
     assert metrics["reward/mean"] == 0.75 and metrics["groups/zero_variance"] == 0.5
-    assert [metrics[f"groups/{name}"] for name in ("drawn", "dropped/zero_signal", "dropped/timeout")] == [
-        3.0,
-        1.0,
-        1.0,
-    ]
+    names = ("drawn", "dropped/zero_signal", "dropped/timeout")
+    assert [metrics[f"groups/{name}"] for name in names] == [3.0, 1.0, 1.0]
 
 
 def test_rewards_turns_and_quantiles_of_single_rollouts() -> None:

@@ -27,9 +27,7 @@ from holdfast.orchestrator.weight_sync import describe_weights
 from holdfast.process import heartbeat
 from holdfast.protocol.rollouts import Batch, Rollout, Sampling
 from holdfast.run import journal
-from holdfast.run.journal import Accepted
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.rl.accounting import check_tasks
 from tests.conftest import BASE
 from tests.models.chat_templates import FORGETFUL
 from tests.runs.environments import TwoTurns
@@ -46,6 +44,7 @@ from tests.servers.orchestrator_fakes import (
     serving,
 )
 from tests.unit.orchestrator.client.test_teacher import FakeTeacher, expected_logprob
+from tests.unit.orchestrator.test_dynamic_sampling import checked_batches
 
 TWO_TURNS = "tests.runs.environments:TwoTurns"
 _MIX = [{"id": "reverse_text", "weight": 2}, {"id": "reverse_text", "name": "short", "args": {"max_length": 9}}]
@@ -186,7 +185,6 @@ def test_a_killed_batch_reuses_what_was_sampled(tmp_path: Path, engine: FakeEngi
         ({"lie_version": 1}, "given policy version 0 and reports version 1"),
         ({"lie_digest": "0" * 32}, "was published with digest"),
         ({"refuse": "tensor lm_head.weight is missing"}, "409: tensor lm_head.weight is missing"),
-        ({"lie_about_rollouts": 2}, "sampled by policy version 2 with digest .*, asked for was version 0"),
         ({"model": "another/model"}, "serves the model 'another/model'"),
         ({"token": "secret"}, "Set HOLDFAST_ADMIN_TOKEN"),
     ],
@@ -389,12 +387,7 @@ def test_batches_hold_every_branch_and_every_sampled_token_once(tmp_path: Path, 
         numbers = [len(rollout.branch_starts) for rollout in batch.rollouts]
         assert found["rollout/branches"] == sum(numbers) / len(numbers)
         assert found["rollout/split"] == sum(number > 1 for number in numbers) / len(numbers)
-    # The ledger counts rollouts, not branches, and every token.
-    before = Accepted()
-    for batch in batches:
-        after = journal.read_accepted(RunDir(tmp_path).batch(batch.step) / journal.STATE_NAME, step=batch.step)
-        check_tasks(batch, before=before, after=after)
-        before = after
+    assert len(checked_batches(RunDir(tmp_path))) == STEPS, "the ledger counts rollouts, not branches, and every token"
 
 
 def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, model: Path) -> None:

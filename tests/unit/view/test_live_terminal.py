@@ -190,14 +190,3 @@ def test_a_monitor_follows_a_run_through_a_resume(run: Run) -> None:
         assert terminal.end() == 0
         assert terminal.has_cursor and terminal.modes_now == terminal.modes
         assert "finished" in terminal.screen[0], "what was known last stays"
-
-
-@pytest.mark.launch
-def test_a_monitor_waits_for_a_run_that_begins(tmp_path: Path) -> None:
-    with monitor(tmp_path / "coming", "--wait", "--interval", "0.05") as terminal:
-        terminal.wait_for("waiting")
-        run = Run(tmp_path / "coming")
-        run.steps(1)
-        terminal.wait_for("step 1")
-        terminal.process.send_signal(signal.SIGTERM)
-        assert terminal.end() == 0

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,13 @@ from holdfast.config.base import CkptConfig
 from holdfast.errors import RunDirError
 from holdfast.launcher.failures import exit_report
 from holdfast.launcher.resume.attempt import Attempt
+from holdfast.process.events import append
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir
 from holdfast.view.follow import ObservedRun
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.processes import HANG_S, catches, wait_until
-
-Command = Callable[..., tuple[int, str, str]]
+from tests.unit.conftest import Command
 
 
 @pytest.fixture
@@ -35,6 +34,14 @@ def steps(run_dir: RunDir) -> RunDir:
     (configs / "broken.toml").write_text("max_steps = [")
     (configs / "sft.toml").write_text("max_steps = 4")
     return run_dir
+
+
+def end(run_dir: RunDir, **fields: object) -> Path:
+    """Have the launcher say how its attempt ended; return the file of its events."""
+    events = run_dir.logs(1) / "events.jsonl"
+    events.parent.mkdir(parents=True, exist_ok=True)
+    append(events, "launcher", "ended", **fields)
+    return events
 
 
 def document(run_command: Command, run_dir: RunDir) -> dict[str, object]:
@@ -56,24 +63,20 @@ def test_a_snapshot_says_what_is_known_and_writes_nothing(run_command: Command, 
 
 @pytest.mark.parametrize(("code", "status"), [(0, "finished"), (143, "stopped"), (4, "stopped"), (3, "failed")])
 def test_the_last_word_of_the_launcher_counts(run_command: Command, steps: RunDir, code: int, status: str) -> None:
-    events = steps.logs(1) / "events.jsonl"
-    events.parent.mkdir(parents=True)
-    events.write_text(json.dumps({"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": code}) + "\n")
+    end(steps, exit_code=code)
     assert document(run_command, steps)["status"] == status
 
 
 def test_a_failed_run_says_by_what(run_command: Command, steps: RunDir) -> None:
-    ended = {"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": 3}
-    events = steps.logs(1) / "events.jsonl"
-    events.parent.mkdir(parents=True)
     for error, said in (
         ("trainer: step 2: loss is nan\n       log: trainer.log", ["error: trainer: step 2: loss is nan"]),
         (None, []),
     ):
-        events.write_text(json.dumps({**ended, "error": error}) + "\n")
+        events = end(steps, exit_code=3, error=error)
         code, out, err = run_command("monitor", steps.path, "--once")
         assert code == 0 and out[out.index("checkpoint") :].splitlines()[1:] == said, err
-    events.write_text(json.dumps({**ended, "error": "stopped", "exit_code": 143}) + "\n")
+        events.unlink()
+    end(steps, exit_code=143, error="stopped")
     assert "error" not in run_command("monitor", steps.path, "--once")[1]
 
 
@@ -94,7 +97,7 @@ def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, step
     assert document(run_command, steps)["status"] == "silent"
     code, out, _ = run_command("monitor", steps.path, "--once")
     assert code == 0 and "silent (no heartbeat for " in out, "nobody here can tell whether it lives"
-    events.write_text(json.dumps({"time": 2.0, "process": "launcher", "phase": "ended", "exit_code": 3}) + "\n")
+    end(steps, exit_code=3)
     assert document(run_command, steps)["status"] == "failed", "its last word counts, though its name stays in the lock"
 
 

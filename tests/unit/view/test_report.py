@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
 from tests.unit.commands.test_rollouts_cli import make_batch, state_after
-
-RunCommand = Callable[..., tuple[int, str, str]]
+from tests.unit.conftest import Command
 
 
 def figures_of(page: Path) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def text_of(page: Path) -> str:
     return re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.S)
 
 
-def made(run_command: RunCommand, path: Path, *argv: object) -> str:
+def made(run_command: Command, path: Path, *argv: object) -> str:
     """Make the page of a run; return what stands in the run's own page, empty if `argv` sends it elsewhere."""
     code, out, err = run_command("report", path, *argv)
     assert code == 0, err
@@ -48,7 +46,7 @@ def made(run_command: RunCommand, path: Path, *argv: object) -> str:
     return "" if argv else text_of(path / "report.html")
 
 
-def test_a_run_killed_five_times_is_one_curve_with_five_marks(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_run_killed_five_times_is_one_curve_with_five_marks(run_command: Command, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", steps=24, resumed_from=(4, 8, 12, 16, 20))
     run_dir.weights_of(24).mkdir(parents=True)
     made(run_command, run_dir.path)
@@ -70,7 +68,7 @@ def test_a_run_killed_five_times_is_one_curve_with_five_marks(run_command: RunCo
     assert shown.count("ALERT: entropy fell") == 6
 
 
-def test_numbers_that_are_none_and_phases_that_are_long_are_told(run_command: RunCommand, tmp_path: Path) -> None:
+def test_numbers_that_are_none_and_phases_that_are_long_are_told(run_command: Command, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     lines[0]["time/step"] = lines[0]["time/wait_for_batch"] = 500.0
@@ -85,7 +83,7 @@ def test_numbers_that_are_none_and_phases_that_are_long_are_told(run_command: Ru
     assert stack["forward_backward"][1] == 1.0 and stack["wait_for_batch"][1] == 0.5 and stack["other"][1] == 0.5
 
 
-def test_two_runs_and_what_differs_in_their_settings(run_command: RunCommand, tmp_path: Path) -> None:
+def test_two_runs_and_what_differs_in_their_settings(run_command: Command, tmp_path: Path) -> None:
     first = make_run(tmp_path / "x" / "run", lr=1e-3, resumed_from=(4,))
     second = make_run(tmp_path / "y" / "run", lr=2e-3, steps=20)
     made(run_command, first.path, second.path, first.path, "--to", tmp_path / "both.html")
@@ -114,7 +112,7 @@ def test_two_runs_and_what_differs_in_their_settings(run_command: RunCommand, tm
     assert lines[0]["color"] == lines[1]["color"] != lines[2]["color"] and lines[0]["dash"] != lines[1]["dash"]
 
 
-def test_rollouts_are_shown_token_by_token(run_command: RunCommand, tmp_path: Path) -> None:
+def test_rollouts_are_shown_token_by_token(run_command: Command, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", steps=5)
     atomic.write_file(run_dir.configs(1) / "orchestrator.toml", f'[model]\nname = "{BASE}"\n'.encode())
     for step in (2, 3, 4):
@@ -131,7 +129,7 @@ def test_rollouts_are_shown_token_by_token(run_command: RunCommand, tmp_path: Pa
 
 
 @pytest.mark.parametrize("program", ["sft", "dpo", "reward-model"])
-def test_supervised_runs_have_their_own_curves(run_command: RunCommand, tmp_path: Path, program: str) -> None:
+def test_supervised_runs_have_their_own_curves(run_command: Command, tmp_path: Path, program: str) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir.configs(1) / "trainer.toml").rename(run_dir.configs(1) / f"{program}.toml")
     for path in run_dir.logs(1).iterdir():
@@ -143,7 +141,7 @@ def test_supervised_runs_have_their_own_curves(run_command: RunCommand, tmp_path
     assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>stopped</td>" in shown
 
 
-def test_a_run_that_failed_or_has_no_steps_says_so(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_run_that_failed_or_has_no_steps_says_so(run_command: Command, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", resumed_from=(2,))
 
     def end(attempt: int, **fields: object) -> None:
@@ -171,7 +169,7 @@ def test_no_two_phases_have_one_colour() -> None:
     assert len(set(PHASE_COLOURS.values())) == len(PHASE_COLOURS)
 
 
-def test_an_evaluation_alone_is_a_table(run_command: RunCommand, tmp_path: Path) -> None:
+def test_an_evaluation_alone_is_a_table(run_command: Command, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "judged")
     evaluated(run_dir, 3)
     (run_dir.evaluation(3) / "summary.json").rename(run_dir.path / "summary.json")
@@ -183,7 +181,7 @@ def test_an_evaluation_alone_is_a_table(run_command: RunCommand, tmp_path: Path)
     assert "<td>avg@2</td><td>0.3</td><td>0.2 to 0.4</td>" in shown and figures_of(tmp_path / "page.html") == {}
 
 
-def test_a_run_that_has_just_begun_has_a_page(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_run_that_has_just_begun_has_a_page(run_command: Command, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     run_dir.lock()
@@ -197,7 +195,7 @@ def test_a_run_that_has_just_begun_has_a_page(run_command: RunCommand, tmp_path:
     assert "attempts before 7 are not shown: their logs were removed" in shown and "<td>7</td>" in shown
 
 
-def test_secrets_of_settings_are_not_shown(run_command: RunCommand, tmp_path: Path) -> None:
+def test_secrets_of_settings_are_not_shown(run_command: Command, tmp_path: Path) -> None:
     first, second = (make_run(tmp_path / name) for name in "ab")
     for number, run_dir in enumerate((first, second)):
         with open(run_dir.configs(1) / "trainer.toml", "a") as file:
@@ -208,7 +206,7 @@ def test_secrets_of_settings_are_not_shown(run_command: RunCommand, tmp_path: Pa
     assert "hidden-" not in page and "s3://***@store/x" in page and "http://host/&lt;b&gt;" in page
 
 
-def test_what_cannot_be_done_is_told(run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_done_is_told(run_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(tmp_path / "run")
 
     def refused(*flags: object) -> str:

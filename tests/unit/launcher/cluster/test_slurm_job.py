@@ -43,6 +43,12 @@ def check_shell(script: str) -> None:
     assert found.returncode == 0, found.stdout
 
 
+def put(program: Path, code: str) -> None:
+    """Have bash run `code` as a program of that name."""
+    program.write_text(f"#!/bin/bash\n{code}\n")
+    program.chmod(0o755)
+
+
 def script_of(output_dir: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     assert launch_rl(parsed(output_dir, "--ckpt.interval", "5", "--slurm", "--dry-run", *flags)) == 0
     return capsys.readouterr().out
@@ -91,8 +97,7 @@ def test_the_commands_meet_at_the_first_node_by_its_address(tmp_path: Path, caps
         ("sft", 'echo "$MASTER_ADDR"'),
         ("srun", 'while [ "$1" != @ ]; do command=$1; shift; done; "$command"'),
     ):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
-        (tmp_path / name).chmod(0o755)
+        put(tmp_path / name, code)
     script = script.replace(str(Path(sys.executable).with_name("sft")), str(tmp_path / "sft"))
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "first"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
@@ -134,12 +139,8 @@ def test_a_time_is_read_as_sbatch_reads_it(time: str, seconds: float | None) -> 
 def test_the_script_passes_signals_on_and_requeues_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real shell runs it, with a launcher that ends as one does that has saved for SIGUSR1."""
     script = script_of(tmp_path / "run", capsys)
-    for name, code in (
-        ("rl", "trap 'exit 138' USR1; trap 'exit 143' TERM; echo up; while true; do sleep 0.01; done"),
-        ("scontrol", f'echo "$*" > {tmp_path}/asked'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
-        (tmp_path / name).chmod(0o755)
+    put(tmp_path / "rl", "trap 'exit 138' USR1; trap 'exit 143' TERM; echo up; while true; do sleep 0.01; done")
+    put(tmp_path / "scontrol", f'echo "$*" > {tmp_path}/asked')
     rl = next(word for word in script.split() if word.endswith("/rl"))
     for number, code, asked in (("USR1", 138, "requeue 7\n"), ("TERM", 143, None)):
         (tmp_path / "asked").unlink(missing_ok=True)
@@ -160,8 +161,7 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitter = tmp_path / "sbatch"
-    submitter.write_text(f'#!/bin/bash\necho "$*" > {tmp_path}/asked; echo "41;cluster"\n')
-    submitter.chmod(0o755)
+    put(submitter, f'echo "$*" > {tmp_path}/asked; echo "41;cluster"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     run = tmp_path / "run"
     assert launch_rl(parsed(run, "--ckpt.interval", "5", "--slurm.nodes", "2")) == 0
@@ -190,8 +190,7 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
         (f"read -r < {tmp_path}/nobody", 0.1, "has not answered within 0.1 s"),
     ):
         monkeypatch.setattr("holdfast.launcher.cluster.slurm._COMMAND_TIMEOUT_S", timeout_s)
-        names.write_text(f"#!/bin/bash\n{does}\n")
-        names.chmod(0o755)
+        put(names, does)
         with pytest.raises(ConfigError, match=rf"`scontrol show hostnames node\[1-2\]` {how}"):
             SlurmCluster()
     submitter.unlink()

@@ -28,7 +28,7 @@ from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, Token
 from holdfast.run import atomic, checked, manifest
 from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
-from tests.builders.checkpoint_files import commit
+from tests.builders.checkpoint_files import commit, contents
 from tests.builders.launches import start_rl
 from tests.builders.toy import MODEL, TOY
 from tests.unit.conftest import Command
@@ -94,17 +94,13 @@ def new(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "new")
 
 
-def tree(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
 def test_a_fork_begins_with_anothers_checkpoint(other: RunDir, new: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     other.create(created_unix_s=1_700_000_000)
-    before = tree(other.path)
+    before = contents(other.path)
     attempt = start(config_of(new, resume_dir=other.checkpoint(5)))
     assert (attempt.number, attempt.resume_step) == (1, 5)
     assert new.created_unix_s() == 1_700_000_000, "prompts with a date have that of the other run"
-    assert new.committed_steps() == [5] and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
+    assert new.committed_steps() == [5] and contents(new.checkpoint(5)) == contents(other.checkpoint(5))
     identity = json.loads((new.path / "run.json").read_text())
     source = {"run_id": other.run_id(), "step": 5, "path": str(other.checkpoint(5))}
     assert identity["forked_from"] == source and identity["run_id"] != other.run_id()
@@ -115,7 +111,7 @@ def test_a_fork_begins_with_anothers_checkpoint(other: RunDir, new: RunDir, caps
     shutil.rmtree(other.checkpoint(5))
     manifest.verify(new.checkpoint(5), step=5)
     del before["checkpoints/step_5/manifest.json"]
-    assert {name for name in before if "step_5" not in name} == tree(other.path).keys()
+    assert {name for name in before if "step_5" not in name} == contents(other.path).keys()
 
 
 def test_without_links_a_fork_is_a_verified_copy(other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +129,7 @@ def test_without_links_a_fork_is_a_verified_copy(other: RunDir, new: RunDir, mon
         with pytest.raises(CheckpointError, match="checksum"):
             start(config)
     assert new.committed_steps() == []
-    assert start(config).resume_step == 5 and tree(new.checkpoint(5)) == tree(other.checkpoint(5))
+    assert start(config).resume_step == 5 and contents(new.checkpoint(5)) == contents(other.checkpoint(5))
 
 
 def test_a_fork_without_space_leaves_nothing(other: RunDir, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,12 +383,12 @@ def test_another_architecture_is_refused(other: RunDir, sft: Sft, plain_model: C
     code, _, err = sft("--ckpt.resume-dir", step, "--model.name", wider)
     assert code == 2 and f"the checkpoint of step 11 is of another model than model.name = '{wider}'" in err
     assert "hidden_size: 32 -> 64" in err and "num_hidden_layers: 2 -> 3" in err and "Traceback" not in err
-    before = tree(other.path)
+    before = contents(other.path)
     config = config_of(other, resume_step=11)
     config.model.name = str(wider)
     with pytest.raises(CheckpointError, match="another model"):
         start(config)
-    assert tree(other.path) == before
+    assert contents(other.path) == before
 
 
 # RL: weights and journal.
@@ -424,7 +420,7 @@ def test_a_fork_brings_the_older_weights_that_batches_need(
         start_rl(config)
     assert new.published_weights() == brought
     for version in brought:
-        assert tree(new.weights_of(version)) == tree(other.weights_of(version))
+        assert contents(new.weights_of(version)) == contents(other.weights_of(version))
     assert (f"{other.weights_of(2)} is no longer there" in capsys.readouterr().out) is (async_level == 3)
 
 

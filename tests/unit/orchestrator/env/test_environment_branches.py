@@ -1,13 +1,11 @@
 """Sessions and the chat template: nothing is tokenised twice, limits hold, and a branch is what the template writes."""
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
@@ -27,6 +25,7 @@ from holdfast.orchestrator.env.interface import (
 from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds, VersionSpan
 from tests.builders.scripted_sessions import Asked, scripted_session
+from tests.models.chat_templates import TEMPLATES, write_tokenizer
 from tests.unit.orchestrator.env.test_environment_tools import Adds, called, tokenizer_of
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
@@ -55,19 +54,11 @@ class Played:
     """A session whose policy says `turns`, and what it was asked."""
 
     def __init__(
-        self,
-        template: str,
-        turns: list[str],
-        environment: Environment,
-        *,
-        seq_len: int = 20_000,
-        cuts: tuple[int, ...] = (),
-        **settings: Any,
+        self, template: str, turns: list[str], environment: Environment, *, cuts: tuple[int, ...] = (), **settings: Any
     ) -> None:
         self.tokenizer = tokenizer_of(template)
         asked: Asked = []
-        # Each ends as the template ends it.
-        end = self.tokenizer.encode("<|im_end|>") if template in ("qwen3", "hermes") else [self.tokenizer.eos_token_id]
+        end = self.tokenizer.encode("<|im_end|>")
         self.sampled = [[*self.tokenizer.encode_after(turn), *end] for turn in turns]
         for turn in cuts:
             self.sampled[turn] = self.sampled[turn][: -len(end)]
@@ -78,8 +69,8 @@ class Played:
         self.messages = [] if isinstance(task.prompt, str) else [{"role": "user", "content": "What is 1 + 2?"}]
         prompt = self.tokenizer.text_prompt(task.prompt) if isinstance(task.prompt, str) else self.rendered()
         self.session = scripted_session(
-            self.tokenizer, prompt, self.sampled, asked=asked, seq_len=seq_len, task=task, tool_use=self.tool_use,
-            keeps_history=config.history == "keep", max_branches=config.max_branches,
+            self.tokenizer, prompt, self.sampled, asked=asked, seq_len=config.seq_len or 20_000, task=task,
+            tool_use=self.tool_use, keeps_history=config.history == "keep", max_branches=config.max_branches,
         )  # fmt: skip
         asyncio.run(environment.run(self.session, task))
         self.asked = [token_ids for token_ids, _, _ in asked]
@@ -200,30 +191,6 @@ def test_a_session_that_began_with_text_is_refused_where_it_would_have_to_split(
 BASE = "examples/reverse_text/base"
 USER, ASSISTANT, END = 1, 2, 3
 
-# The shape of many templates: a role line, a blank after the end token, trimmed content.
-_LINES_TEMPLATE = """{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' + message.content | trim + '<|im_end|>' + '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}"""
-
-
-def make_lines_tokenizer(directory: Path, *, template: str = _LINES_TEMPLATE) -> str:
-    """Write a byte-level tokenizer whose turns end with a token other than its end-of-text token."""
-    vocab = {char: n for n, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-    backend = Backend(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
-    backend.enable_truncation(4)
-    backend.enable_padding(length=8)
-    backend.save(str(directory / "tokenizer.json"))
-    end = {"__type": "AddedToken", "content": "<|endoftext|>"}
-    config = {"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return str(directory)
-
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
@@ -282,9 +249,17 @@ def test_seq_len_is_never_exceeded(tokenizer: Tokenizer) -> None:
 
 
 def test_a_template_with_text_after_the_end_token(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(make_lines_tokenizer(tmp_path))
+    path = write_tokenizer(tmp_path, TEMPLATES["chatml"]) / "tokenizer.json"
+    backend = Backend.from_file(str(path))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(path))
+    config = tmp_path / "tokenizer_config.json"
+    as_a_table = '"eos_token": {"__type": "AddedToken", "content": "</s>"}'
+    config.write_text(config.read_text().replace('"eos_token": "</s>"', as_a_table))
+    tokenizer = load_tokenizer(str(tmp_path))
     end = tokenizer.encode("<|im_end|>")[0]
-    assert sorted(tokenizer.stop_token_ids) == sorted([end, *tokenizer.encode("<|endoftext|>")])
+    assert sorted(tokenizer.stop_token_ids) == sorted([end, *tokenizer.encode("</s>")])
     chat = [Message("user", " hi "), Message("assistant", "yo"), Message("user", "more")]
     session, _ = limited(tokenizer, tokenizer.prompt(chat[:1]), [[*tokenizer.encode("yo"), end]])
     asyncio.run(session.sample())
@@ -294,17 +269,14 @@ def test_a_template_with_text_after_the_end_token(tmp_path: Path) -> None:
 
 def test_templates_that_cannot_be_used_say_so(tmp_path: Path) -> None:
     refusing = "{% if messages[2:] %}{{ raise_exception('one question only') }}{% endif %}{{ messages[-1].content }}"
-    tokenizer = load_tokenizer(make_lines_tokenizer(tmp_path, template=refusing))
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path, refusing)))
     with pytest.raises(DataError, match=r"refuses a chat of \[user, assistant, user\]: one question only"):
         tokenizer.continuation([Message("user", "again")], last_token_id=0)
     with pytest.raises(DataError, match="is not valid"):
-        load_tokenizer(make_lines_tokenizer(tmp_path, template="{% for %}"))
-    without = load_tokenizer(make_lines_tokenizer(tmp_path, template=""))
+        load_tokenizer(str(write_tokenizer(tmp_path, "{% for %}")))
+    without = load_tokenizer(str(write_tokenizer(tmp_path, "")))
     with pytest.raises(ConfigError, match="has no chat template"):
         without.prompt([Message("user", "hi")])
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
 
 
 def test_an_ended_session_grows_no_more(tokenizer: Tokenizer) -> None:

@@ -299,13 +299,6 @@ class Waits(Plain):
         await asyncio.Event().wait()
 
 
-class Blocks(Plain):
-    """Blocks the event loop for ever."""
-
-    def score(self, task: Task, sessions: Sequence[Session]) -> Any:
-        os.read(os.pipe()[0], 1)
-
-
 def section(kind: type[Environment], **settings: Any) -> list[dict[str, Any]]:
     return [{"id": f"{__name__}:{kind.__name__}", "name": "mine", **settings}]
 
@@ -515,21 +508,17 @@ def test_the_clock_of_a_call_stands_still_until_its_last_session_was_sampled(tmp
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("kind", "method", "line"),
-    [(Blocks, "score", "os.read(os.pipe()[0], 1)"), (BlocksInTurn, "run", "os.read(os.pipe()[0], 2)")],
-)
-def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path, kind: type[Environment], method: str, line: str) -> None:
+def test_a_call_that_blocks_is_named_and_ended(tmp_path: Path) -> None:
     """Nothing else runs in that process: no deadline of asyncio can end it."""
     engine = FakeEngine()
     told = "guard._BENEFIT_OF_DOUBT_S = 0\nguard.watching_calls.__wrapped__.__kwdefaults__['named_after_s'] = 1"
     prelude = f"from holdfast.orchestrator.env import guard\n{told}"
     publish_weights(RunDir(tmp_path), 0, b"zero")
     with serving(engine):
-        config = make_config(tmp_path, engine, environments=section(kind, timeout_s=2), max_steps=1)
+        config = make_config(tmp_path, engine, environments=section(BlocksInTurn, timeout_s=2), max_steps=1)
         ended = process(config, prelude)
     assert ended.returncode == STUCK, "which is started again"
-    at = line_of(line)
-    assert re.search(rf"environment 'mine', task \d blocks all others for \d+ s in {method}\(\) at {at}", ended.stderr)
-    said = rf"error: environment 'mine' failed on task \d .*{method}\(\) has blocked .* 2 s \(timeout_s\), at {at}"
+    at = line_of("os.read(os.pipe()[0], 2)")
+    assert re.search(rf"environment 'mine', task \d blocks all others for \d+ s in run\(\) at {at}", ended.stderr)
+    said = rf"error: environment 'mine' failed on task \d .*run\(\) has blocked .* 2 s \(timeout_s\), at {at}"
     assert re.search(said, ended.stderr), ended.stderr

@@ -174,7 +174,6 @@ def test_a_judge_that_is_told_no_answer_needs_none(tmp_path: Path) -> None:
         ({"prompt": "{completion} {flag}"}, {}, DataError, r"'flag' is True, expected text or a number"),
         ({"prompt": "{completion}"}, {"scorer": "exact"}, ConfigError, r"belongs to scorer 'judge'; got .*'exact'"),
         ({"prompt": "{completion}"}, {"judge": None}, ConfigError, r"got scorer 'judge' and no judge"),
-        ({"prompt": "{completion}"}, {"pattern": "x"}, ConfigError, r"`pattern` belongs to scorer 'regex'"),
     ],
 )  # fmt: skip
 def test_a_judge_that_cannot_be_asked_is_refused(
