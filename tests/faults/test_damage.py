@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -261,22 +261,6 @@ def test_whole_steps_can_be_exchanged(run_dir: RunDir) -> None:
         verify(newer)  # each is whole: only the name says which step it should be
 
 
-def test_a_manifest_on_a_bad_sector_is_named(run_dir: RunDir) -> None:
-    """Address 0 of a process cannot be read: the kernel answers with an I/O error."""
-    path = run_dir.checkpoint(NEWEST) / MANIFEST_NAME
-    content = path.read_bytes()
-    path.unlink()
-    path.symlink_to("/proc/self/mem")
-    try:
-        with pytest.raises(ReadError, match="manifest.json cannot be read: Input/output error"):
-            verify(run_dir.checkpoint(NEWEST))
-        with pytest.raises(ReadError, match=f"It may be whole, so no older step replaces step {NEWEST}"):
-            resolve_resume_step(run_dir, "auto")
-    finally:
-        path.unlink()
-        path.write_bytes(content)
-
-
 @contextmanager
 def without_privileges() -> Iterator[None]:
     """Be nobody for a while, if root: root may read everything."""
@@ -334,31 +318,3 @@ def test_no_damage_in_a_store_is_believed_on_an_empty_machine(
         assert here.run_id() == run_dir.run_id(), place
         if brought == OTHER or (place.name == "run.json" and turn):
             assert str(place.parent) in said, (place, said)
-
-
-def test_sizes_alone_find_what_is_cut_or_missing_and_no_more(run_dir: RunDir) -> None:
-    """`ckpt.verify = size` reads no data: a changed file of the same size passes."""
-    directory = run_dir.checkpoint(NEWEST)
-    generator = random.Random(SEED)
-
-    def passes() -> bool:
-        try:
-            verify(directory, how="size", step=NEWEST)
-        except CheckpointError as error:
-            assert str(next(iter(damaged.values()))) in str(error)
-            return False
-        return True
-
-    for kind, found in (("truncated", True), ("appended", True), ("wrong size", True), ("mixed", False)):
-        for turn in range(15):
-            with damage(kind, run_dir, generator, turn=turn) as damaged:
-                assert passes() is not found, (kind, damaged)
-    for turn in range(40):
-        with damage("flipped bit", run_dir, generator, turn=turn) as damaged:
-            assert passes() is (damaged[NEWEST].name != MANIFEST_NAME), "the manifest is always checked whole"
-    for path in files_of(run_dir):
-        with ExitStack() as stack:
-            path.rename(run_dir.path / "aside")
-            stack.callback((run_dir.path / "aside").rename, path)
-            damaged = {NEWEST: path}
-            assert not passes()

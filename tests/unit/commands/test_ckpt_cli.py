@@ -22,7 +22,7 @@ from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import Report, age, size
 from tests.builders.broken_storage import unreadable
-from tests.builders.checkpoint_files import commit, flip, write_checkpoint, write_weights
+from tests.builders.checkpoint_files import commit, flip, write_weights
 
 Ckpt = Callable[..., tuple[int, str, str]]
 
@@ -247,15 +247,3 @@ def test_an_error_ends_the_command(error: Exception, code: int, said: str, capfd
 def test_ctrl_c_is_no_error_of_the_work() -> None:
     with pytest.raises(KeyboardInterrupt), tensor_work("reading"):
         raise KeyboardInterrupt
-
-
-@pytest.mark.launch
-def test_files_of_the_user_do_not_replace_those_of_torch(tmp_path: Path) -> None:
-    for name in ("torch", "random", "safetensors"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the user was imported')\n")
-    code = "import sys; sys.path.pop(0); from holdfast.cli import ckpt; ckpt()"
-    argv = [sys.executable, "-c", code, "show", "1", "--output-dir", "."]
-    write_checkpoint(RunDir(tmp_path), 1)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and ".metadata cannot be read" in done.stderr, done.stderr

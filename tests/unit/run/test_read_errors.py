@@ -80,13 +80,10 @@ def test_commands_name_what_is_unreadable(three: RunDir) -> None:
         assert problem.startswith("step 10 is unreadable: ")
         (problem,) = ckpt_verify(places, steps=[], how="full").problems
         assert "cannot be read: Input/output error" in problem
-
-
-def test_an_unreadable_file_is_told_of_a_step(three: RunDir) -> None:
     shard = three.checkpoint(10) / "trainer/__0.distcp"
     shard.rename(shard.with_name("kept"))
     shard.symlink_to(shard)
-    (problem,) = ls(CheckpointDirs(three.path), metric=None).problems
+    (problem,) = ls(places, metric=None).problems
     assert problem.startswith("step 10 is unreadable: ") and "__0.distcp cannot be read: Too many levels of" in problem
 
 
