@@ -19,7 +19,7 @@ from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights
 from tests.runs.processes import HANG_S
-from tests.servers.s3 import BUCKET, GONE, S3Server
+from tests.servers.s3 import BUCKET, S3Server
 
 OBJECTS = 7
 """Files of a checkpoint and its manifest."""
@@ -273,34 +273,6 @@ def test_missing_credentials_are_named(server: S3Server, monkeypatch: pytest.Mon
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     with pytest.raises(StorageError, match="Unable to locate credentials.*Check AWS_ACCESS_KEY_ID"):
         RemoteCheckpoints(URL).steps()
-
-
-@pytest.mark.clock
-def test_a_server_that_goes_away_is_asked_again_until_the_end(here: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = S3Server()
-    try:
-        point_to(server, monkeypatch)
-        uploader = Uploader(RemoteCheckpoints(URL))
-        uploader.submit(write_checkpoint(here, 1), 1)
-        assert uploader.wait(timeout_s=HANG_S)
-        gone = threading.Event()
-
-        def spoil(method: str, path: str) -> str | None:
-            if method == "PUT" and "progress" in path:
-                gone.set()
-            return GONE if gone.is_set() else None
-
-        server.spoil = spoil
-        uploader.submit(write_checkpoint(here, 2), 2)
-        assert gone.wait(HANG_S)
-        server.stop()
-        assert not uploader.wait(timeout_s=1)
-        with pytest.raises(
-            CheckpointError, match=r"s3://bucket/runs/one: uploading step 2 was given up after 0 s.*whole in"
-        ):
-            uploader.close(timeout_s=0.1)
-    finally:
-        server.client.close()
 
 
 def test_a_server_that_never_answers_runs_into_the_deadline(

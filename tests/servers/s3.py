@@ -59,18 +59,11 @@ class S3Server:
     def names(self, bucket: str = BUCKET) -> list[str]:
         return [item["Key"] for item in self.client.list_objects_v2(Bucket=bucket).get("Contents", [])]
 
-    def read(self, name: str) -> bytes:
-        with self.client.get_object(Bucket=BUCKET, Key=name)["Body"] as body:
-            return body.read()
-
     def write(self, name: str, data: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=name, Body=data)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def close(self) -> None:
-        self.stop()
         self.client.close()
