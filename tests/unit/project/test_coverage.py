@@ -1,4 +1,4 @@
-"""The tools of the tests: counted statements, which no death loses; changes of a source; differences from a record."""
+"""The tools of the tests: counted statements, which no death loses; changes of a source."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.coverage import __main__ as coverage
-from tests.coverage.marking import Marking
-from tests.mutants.copies import Copy
 from tests.mutants.mutations import mutations
-from tests.reference_losses.record import read_records
-from tests.reference_losses.runs import COMMANDS, STEPS
 
 SOURCE = '''"""Text."""
 
@@ -57,38 +52,6 @@ def kind(value):
         case _:
             return "other"
 '''
-
-
-def missed(code: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, str]], int]:
-    """Run the marked source and then `code`; return what was not run, and how much has an excuse."""
-    marking = Marking(SOURCE, "thing.py", 0)
-    compiled = marking.code()
-    marks = bytearray(len(marking.points))
-    monkeypatch.setitem(sys.modules, "_coverage_marks", SimpleNamespace(marks=marks))
-    names: dict[str, object] = {"__name__": "thing"}
-    exec(compiled, names)
-    exec(code, names)
-    points = [(point, mark) for point, mark in zip(marking.points, marks, strict=True) if not point.excused]
-    return [(point.line, point.kind) for point, mark in points if not mark], len(marks) - len(points)
-
-
-UNUSED = [(17, "branch"), *((line, "statement") for line in (17, 18)), (19, "branch"),
-          *((line, "statement") for line in (19, 20, 21, 22, 23, 25, 27, 34, 36, 38))]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("code", "not_run"),
-    [
-        ("", UNUSED),
-        ("Thing().grown(1); kind(1)", [(18, "statement"), (38, "statement")]),
-        ("Thing().grown(6); kind(2)", [(17, "branch"), (25, "statement"), (36, "statement")]),
-        ("Thing().grown(6); Thing().grown(1); kind(1); kind(2)", []),
-    ],
-)
-def test_what_is_not_run_is_named(code: str, not_run: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    found, excused = missed(code, monkeypatch)
-    assert sorted(found) == sorted(not_run)
-    assert excused == 4, "the function, its condition and both ends"
 
 
 def test_what_a_killed_process_has_run_is_kept(
@@ -158,28 +121,3 @@ def test_every_kind_of_change_is_made_once_and_texts_are_left_alone() -> None:
     ]
     for one in mutations(CHANGED):
         assert one.source != CHANGED and one.source.count("\n") == CHANGED.count("\n")
-
-
-@pytest.mark.launch
-def test_all_processes_of_the_tests_of_a_mutant_have_its_source(tmp_path: Path) -> None:
-    """Also the commands, and those that get another PYTHONPATH."""
-    copy = Copy(tmp_path / "copy")
-    test = copy.directory / "tests" / "unit" / "test_them.py"
-    test.write_text(
-        "import os, subprocess, sys\n\n\ndef test_them() -> None:\n"
-        "    command = os.path.dirname(sys.executable) + '/ckpt'\n"
-        "    for argv in ([sys.executable, '-c', 'import holdfast.commands.ckpt'], [command, 'ls']):\n"
-        "        assert subprocess.run(argv, env={'PYTHONPATH': ''}).returncode == 7\n"
-    )
-    copy.write("holdfast/commands/ckpt.py", "raise SystemExit(7)\n")
-    assert copy.run(["tests/unit/test_them.py"], timeout_s=600.0) == 0, copy.log.read_text()
-    copy.close()
-
-
-def test_every_command_is_recorded() -> None:
-    records = read_records()
-    assert tuple(records) == COMMANDS
-    for command, record in records.items():
-        assert all(len(values) == STEPS for values in record.numbers.metrics.values()) and record.numbers.weights
-        assert len(record.numbers.rollouts) == len(set(record.numbers.rollouts)) == (STEPS if command == "rl" else 0)
-        assert ("vllm" in record.numerics) == (command == "rl")
