@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 from tests.faults.test_killed_removals import calls
 from tests.runs.ports import free_port
 from tests.runs.processes import WITH_STUB_ENGINE
-from tests.runs.rl import SMALL_BATCH, RlRun, complete, outcome
+from tests.runs.rl import SMALL_BATCH, outcome, succeeded
 from tests.servers.orchestrator_fakes import played
 from tests.unit.orchestrator.env.test_mcp_tools import STDIO, answers, call, play, settings_of
 
@@ -161,9 +161,7 @@ def _run(directory: Path) -> object:
     paths = {"PYTHONPATH": str(both.parent)}
     flags = (*SMALL_BATCH, "--max-steps", "3", "--ckpt.interval", "2", "--trainer.parallel.threads", "1")
     port = ("--inference.server.port", str(free_port()))
-    with RlRun(directory, *flags, *port, environment=paths, starts_python=True) as run:
-        completed = complete(run)
-    assert completed.exit_code == 0 and not completed.survivors, completed.output
+    completed = succeeded(directory, *flags, *port, environment=paths, starts_python=True)
     return outcome(completed.run_dir, 3)
 
 

@@ -78,17 +78,13 @@ def test_no_session_is_lost(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
-COMMAND = ("-m", "benchmarks.shared_prompts", "--rounds", "1", "--prompts", "2", "--prompt-tokens", "64")
-
-
 def test_a_shared_prompt_is_computed_once_for_its_eight_answers() -> None:
-    done = subprocess.run([sys.executable, *COMMAND], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"^ *(shared|apart|trl) +([\d,]+) tokens", done.stdout, re.M)
+    printed = printed_by("shared_prompts", "--rounds", "1", "--prompts", "2", "--prompt-tokens", "64")
+    lines = re.findall(r"^ *(shared|apart|trl) +([\d,]+) tokens", printed, re.M)
     tokens = {name: int(number.replace(",", "")) for name, number in lines}
     assert tokens["apart"] - tokens["shared"] == 2 * 7 * 64
     assert tokens["trl"] >= tokens["apart"], "padded to the longest"
-    assert re.search(r"^  trl / shared: \d", done.stdout, re.M)
+    assert re.search(r"^  trl / shared: \d", printed, re.M)
 
 
 def test_rounds_keep_engines_fuller_in_the_model() -> None:

@@ -91,9 +91,7 @@ def test_faults_of_environments_cost_their_groups_and_training_goes_on(rl_server
         "worker_memory_gb": 0.7,
     }
     flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", str(_STEPS + 1))
-    with RlRun(tmp_path / "run", *flags) as run:
-        completed = complete(run)
-    assert completed.exit_code == 0, completed.output
+    completed = succeeded(tmp_path / "run", *flags)
     lines = read_metrics(completed.run_dir.metrics)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0.0 for line in lines)
@@ -103,7 +101,6 @@ def test_faults_of_environments_cost_their_groups_and_training_goes_on(rl_server
         {"environment_error": 1.0, "crash": 0.0, "timeout": 1.0, "memory": 1.0},
         dict.fromkeys(_REASONS, 0.0),
     ]
-    assert not run.survivors()
 
 
 @pytest.mark.timeout(600)

@@ -100,9 +100,7 @@ def test_a_run_with_every_part_that_dies_and_restarts_has_the_same_bits(rl_serve
     # The machine is lost: an empty one goes on from what was uploaded.
     before = read_metrics((tmp_path / "killed").rename(tmp_path / "lost") / "metrics.jsonl")
     # By new Pythons: sets of other orders than those of the attempts before it and of the undisturbed run, all forks.
-    with RlRun(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto", starts_python=True) as run:
-        resumed = complete(run)
-    assert resumed.exit_code == 0 and not resumed.survivors, resumed.output
+    resumed = succeeded(tmp_path / "killed", *flags, "--ckpt.resume-step", "auto", starts_python=True)
     assert "copied the checkpoint of step" in resumed.output and "copied the weights of version" in resumed.output
     killed, steps = resumed.run_dir, range(1, _ALL_STEPS + 1)
     assert_same(outcome(killed, _ALL_STEPS), outcome(straight, _ALL_STEPS))

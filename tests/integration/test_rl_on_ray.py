@@ -145,9 +145,8 @@ def test_of_two_runs_on_one_cluster_one_is_killed_and_the_other_goes_on(nodes: R
         done = complete(other, TIMEOUT_S)
         assert not complete(one).survivors
     assert done.exit_code == 0 and "attempt 2" not in done.output, done.output
-    with RlRun(tmp_path / "a" / "run", *FLAGS, *flags, "--ckpt.resume-step", "auto", **AS_A_USER) as again:
-        resumed = complete(again, TIMEOUT_S)
-    assert resumed.exit_code == 0, resumed.output
+    again = (*flags, "--ckpt.resume-step", "auto")
+    resumed = succeeded(tmp_path / "a" / "run", *FLAGS, *again, timeout_s=TIMEOUT_S, **AS_A_USER)
     assert_same(outcome(done.run_dir, STEPS), outcome(resumed.run_dir, STEPS))
 
 
@@ -162,13 +161,7 @@ def test_what_the_cluster_does_not_have_is_said_before_anything_starts(nodes: Ra
         planned = complete(run)
     assert planned.exit_code == 0 and "\ntrainer (2 nodes)  by ray://" in planned.output, planned.output
     assert not (tmp_path / "run" / "logs").exists()
-    with RlRun(
-        tmp_path / "run",
-        *FLAGS,
-        "--cluster",
-        f"ray://{nodes.address}",
-        environment={"HOLDFAST_ADMIN_TOKEN": ""},
-        starts_python=True,
-    ) as run:
+    flags = ("--cluster", f"ray://{nodes.address}")
+    with RlRun(tmp_path / "run", *FLAGS, *flags, environment={"HOLDFAST_ADMIN_TOKEN": ""}, starts_python=True) as run:
         refused = complete(run)
     assert refused.exit_code == 2 and "needs an admin token: set the environment" in refused.output, refused.output

@@ -101,9 +101,7 @@ def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
     flags, environment = slow_tool
     flags = (*flags, "--ckpt.init-from", str(foreign_model))
     server: UsedServer = request.getfixturevalue("rl_server" if engine == "stub" else "vllm_server")
-    with RlRun(tmp_path / "straight", *server.flags, *flags, environment=environment) as run:
-        straight = complete(run)
-    assert straight.exit_code == 0, straight.output
+    straight = succeeded(tmp_path / "straight", *server.flags, *flags, environment=environment)
     gates = Gates(tmp_path / "gates")
     killed_in = (1, 4)  # by version 0, and by version 2
     with RlRun(

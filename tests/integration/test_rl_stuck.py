@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import UsedServer
-from tests.runs.rl import RlRun, assert_same_end, complete
+from tests.runs.rl import RlRun, assert_same_end, complete, succeeded
 
 pytestmark = [pytest.mark.launch, pytest.mark.clock]
 
@@ -29,9 +29,7 @@ def test_a_loss_that_never_returns_costs_a_restart(rl_server: UsedServer, tmp_pa
     environment = {"PYTHONPATH": str(tmp_path), "STUCK_ONCE": str(once)}
     flags = (*rl_server.flags, "--max-steps", "6", "--ckpt.interval", "2", "--trainer.hang-timeout-s", "20")
     flags = (*flags, "--trainer.loss.type", "stuck_loss:loss")
-    with RlRun(tmp_path / "straight", *flags, environment=environment) as run:
-        straight = complete(run)
-    assert straight.exit_code == 0, straight.output
+    straight = succeeded(tmp_path / "straight", *flags, environment=environment)
     with RlRun(tmp_path / "run", *flags, environment=environment) as run:
         run.wait_for_match(r"trainer \(rank 0\) has made no progress for \d+ s in step \d: killing it")
         healed = complete(run)

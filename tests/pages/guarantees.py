@@ -5,7 +5,6 @@ import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 from tests.conftest import ROOT
 
@@ -95,7 +94,3 @@ def defaults(page: str) -> Iterator[tuple[str, float]]:
     """Give every setting that is named with its default, a number in parentheses, behind it."""
     for name, value in re.findall(r"`(?:--)?([\w.-]+)` \((\d+)\)", page):
         yield name.replace("-", "_"), float(value)
-
-
-def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -190,9 +190,9 @@ def complete(run: RlRun, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
     return CompletedRun(run.run_dir, code, run.output, run.survivors())
 
 
-def succeeded(output_dir: Path, *flags: str, timeout_s: float = END_TIMEOUT_S, engine: Engine = "stub") -> CompletedRun:
-    """Run `rl` to its end, which must be a success that leaves no process behind."""
-    with RlRun(output_dir, *flags, engine=engine) as run:
+def succeeded(output_dir: Path, *flags: str, timeout_s: float = END_TIMEOUT_S, **options: Any) -> CompletedRun:
+    """Run `rl` to its end, which must be a success that leaves no process behind; `options` are those of `RlRun`."""
+    with RlRun(output_dir, *flags, **options) as run:
         completed = complete(run, timeout_s)
     assert completed.exit_code == 0, completed.output
     assert not completed.survivors, completed.output

@@ -14,7 +14,6 @@ import psutil
 
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
-from tests.faults.held_steps import at_start
 from tests.runs.processes import command_line
 
 SFT = str(Path(sys.executable).with_name("sft"))
@@ -85,14 +84,13 @@ def run_command(command: list[str], output: Path, *, starts_python: bool = False
 
 
 class LiveRun:
-    """A run that goes on, as a context manager that leaves nothing. `fault`: Python that runs first in each process."""
+    """A run that goes on, as a context manager that leaves nothing."""
 
-    def __init__(self, command: list[str], output: Path, *, fault: str = "") -> None:
+    def __init__(self, command: list[str], output: Path) -> None:
         self.run_dir = RunDir(output)
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env=os.environ | at_start(fault),
-        )  # fmt: skip
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
         self.output = ""
         self.descendants: list[int] = []
 
@@ -139,5 +137,5 @@ class LiveRun:
 
 
 class LiveSft(LiveRun):
-    def __init__(self, output: Path, model: Path, data: Path, *flags: str, fault: str = "") -> None:
-        super().__init__(sft_command(output, model, data, "--max-steps", "1000000", *flags), output, fault=fault)
+    def __init__(self, output: Path, model: Path, data: Path, *flags: str) -> None:
+        super().__init__(sft_command(output, model, data, "--max-steps", "1000000", *flags), output)
