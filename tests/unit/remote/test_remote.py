@@ -54,19 +54,6 @@ def remote(place: Path) -> RemoteCheckpoints:
     return RemoteCheckpoints(f"file://{place}")
 
 
-def test_memory_is_a_store_too(here: RunDir, empty: RunDir) -> None:
-    remote = RemoteCheckpoints("memory://of-this-test/prefix")
-    remote.upload(write_checkpoint(here, 12), 12)
-    remote.upload(write_checkpoint(here, 1), 1)
-    assert RemoteCheckpoints("memory://of-this-test/prefix/").steps() == [1, 12]
-    remote.download(1, empty.checkpoint(1))
-    assert contents(empty.checkpoint(1)) == contents(here.checkpoint(1))
-    remote.remove(1)
-    with pytest.raises(CheckpointError, match=r"step_1/manifest\.json is missing"):
-        remote.read_manifest(1)
-    assert remote.steps() == [12] and ObjectStore("memory://of-this-test/prefix").sizes("step_1") == {}
-
-
 def test_an_equal_step_is_not_sent_again(here: RunDir, empty: RunDir, remote: RemoteCheckpoints, place: Path) -> None:
     directory = write_checkpoint(here, 3)
     assert remote.upload(directory, 3)
@@ -500,18 +487,6 @@ class TestUploader:
         uploader.close()
         assert remote.steps() == [3]
         assert "uploading step 1 failed" in caplog.text and "uploading step 2 failed" in caplog.text
-
-    def test_closing_gives_up_in_time(self, here: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("holdfast.remote.uploader._GIVE_UP_S", 0.01)
-        remote = _Slow(f"file://{place}")
-        uploader = Uploader(remote)
-        _submit(uploader, here, 1, 2)
-        assert remote.entered.wait(HANG_S)
-        with pytest.raises(CheckpointError, match=f"uploading step 1, 2 was given up.*whole in {here.checkpoints}"):
-            uploader.close(timeout_s=0.01)
-        remote.allowed.set()
-        uploader._thread.join(HANG_S)
-        assert RemoteCheckpoints(remote.url).steps() == []
 
 
 class _Away:
