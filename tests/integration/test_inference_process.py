@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -297,14 +296,12 @@ def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model:
     update = {"path": str(model), "version": 1}
     with ThreadPoolExecutor() as pool:
         pushed = pool.submit(httpx.post, f"{server.url}/update_weights", json=update, timeout=HANG_S)
-        while (beat := read_beat(beats)).answers:
-            assert not pushed.done()
-            time.sleep(0.01)
+        wait_until(lambda: not read_beat(beats).answers or pushed.done())
+        beat = read_beat(beats)
         assert (beat.doing, beat.bound_s) == ("taking policy version 1", 77.0)
         held.write_text("go on")
         assert pushed.result().status_code == 200
-    while not read_beat(beats).answers:
-        time.sleep(0.01)
+    wait_until(lambda: read_beat(beats).answers)
     assert server.terminate() == 0
 
 

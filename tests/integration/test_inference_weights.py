@@ -33,7 +33,7 @@ from tests.forking.engines import ServerHandle, config_of, start_server
 from tests.forking.popen import Engine
 from tests.models.served import reference_logprobs, write_model
 from tests.runs.ports import free_port
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 
 PROMPT = [5, 17, 40, 41, 9, 66]
 TOLERANCE = 1e-4
@@ -253,9 +253,7 @@ def test_good_manifest_and_repeated_output_layer_are_accepted(client: Client, tm
 
 def _wait_for_tokens(client: Client, count: float) -> None:
     """Wait until the server has sampled so many tokens since its start."""
-    deadline = time.monotonic() + HANG_S
-    while client.metric("holdfast_generated_tokens_total") < count:
-        assert time.monotonic() < deadline, "the engine makes no progress"
+    wait_until(lambda: client.metric("holdfast_generated_tokens_total") >= count, "more tokens")
 
 
 def _updated_in_flight(
@@ -347,9 +345,7 @@ def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Pat
         with open(slow / "manifest.json", "r+b") as held, concurrent.futures.ThreadPoolExecutor() as pool:
             fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             pushed = pool.submit(client.push, slow)
-            while not is_wanted.is_set():
-                assert not pushed.done()
-                time.sleep(0.01)
+            wait_until(lambda: is_wanted.is_set() or pushed.done())
             _assert_logprobs(client.models / "a", client.generate())
             beat = _wait_for_beat(client.models / "beat", f"reading policy version {version}")
             assert (beat.bound_s, beat.answers) == (1800.0, True)
@@ -388,9 +384,7 @@ def _transfer(
     process = _FORK.Process(target=_offer, args=(run_dir, model, client.version, cut, blow))
     process.start()
     try:
-        while not run_dir.offer.exists():
-            assert process.is_alive()
-            time.sleep(0.01)
+        wait_until(lambda: run_dir.offer.exists() or not process.is_alive())
         offer = msgspec.json.decode(run_dir.offer.read_bytes(), type=Offer)
         if blow == signal.SIGSTOP:
             offer = msgspec.structs.replace(offer, stall_timeout_s=1.0)

@@ -17,7 +17,7 @@ import pytest
 from holdfast.launcher.liveness import Health, LivenessMonitor, place_of_beats
 from holdfast.process.heartbeat import HEARTBEAT_ENV, does, meanwhile, start_heartbeat
 from holdfast.process.noted_end import Ending
-from tests.runs.processes import HANG_S
+from tests.runs.processes import wait_until
 
 PERIOD_S = 0.1
 _BEAT = (
@@ -30,13 +30,6 @@ _BEAT = (
 def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("holdfast.process.heartbeat", "holdfast.launcher.liveness"):
         monkeypatch.setattr(f"{module}.PERIOD_S", PERIOD_S)
-
-
-def _until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _watch(monitor: LivenessMonitor, seconds: float) -> None:
@@ -68,13 +61,13 @@ def test_a_stopped_part_silences_the_whole(tmp_path: Path, beating: Callable[[st
     assert monitor.silent_s() == 0  # before the first beat: it may still import
     beating("")
     rank = beating("_rank_0")
-    _until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
+    wait_until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
     _watch(monitor, 2.5 * PERIOD_S)
-    _until(lambda: monitor.silent_s() < PERIOD_S)
+    wait_until(lambda: monitor.silent_s() < PERIOD_S)
     rank.send_signal(signal.SIGSTOP)
-    _until(lambda: monitor.silent_s() > 3 * PERIOD_S)
+    wait_until(lambda: monitor.silent_s() > 3 * PERIOD_S)
     rank.send_signal(signal.SIGCONT)
-    _until(lambda: monitor.silent_s() < PERIOD_S)
+    wait_until(lambda: monitor.silent_s() < PERIOD_S)
 
 
 def test_who_never_beats_is_silent_after_time_for_its_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +91,11 @@ def test_a_part_that_has_ended_is_not_silent(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "heartbeats" / "trainer"))
     whole, rank = start_heartbeat(), start_heartbeat("_rank_0")
     monitor = LivenessMonitor(tmp_path / "heartbeats" / "trainer")
-    _until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
+    wait_until(lambda: len(list((tmp_path / "heartbeats").glob("*"))) == 2)
     monitor.silent_s()
     rank.end()
     _watch(monitor, 2.5 * PERIOD_S)
-    _until(lambda: monitor.silent_s() < PERIOD_S)
+    wait_until(lambda: monitor.silent_s() < PERIOD_S)
     whole.end()
     assert not list((tmp_path / "heartbeats").iterdir())
 
@@ -119,12 +112,12 @@ def test_a_heartbeat_outlives_its_storage(tmp_path: Path, beating: Callable[[str
     (tmp_path / "broken").write_text("not a directory")
     point_to(tmp_path / "whole")
     beating("")
-    _until(lambda: (folder / "trainer").exists())
+    wait_until(lambda: (folder / "trainer").exists())
     point_to(tmp_path / "broken")
     (tmp_path / "whole" / "trainer").unlink(missing_ok=True)
     time.sleep(1.5 * PERIOD_S)
     point_to(tmp_path / "whole")
-    _until(lambda: (folder / "trainer").exists())
+    wait_until(lambda: (folder / "trainer").exists())
 
 
 def test_a_full_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,9 +128,9 @@ def test_a_full_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
     beat = start_heartbeat()
     monitor = LivenessMonitor(tmp_path / "trainer")
-    _until(beat.path.exists if beat.path else bool)
+    wait_until(beat.path.exists if beat.path else bool)
     _watch(monitor, 2.5 * PERIOD_S)
-    _until(lambda: monitor.silent_s() < PERIOD_S)
+    wait_until(lambda: monitor.silent_s() < PERIOD_S)
     beat.end()
     assert [record.getMessage() for record in caplog.records] == [
         f"heartbeats are not written whole: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}"
@@ -202,15 +195,15 @@ def health_url() -> Iterator[str]:
 
 def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health_url: str) -> None:
     monitor = LivenessMonitor(tmp_path / "inference", Health(health_url), probe_period_s=0.05)
-    _until(lambda: monitor.silent_s() > 0)
+    wait_until(lambda: monitor.silent_s() > 0)
     _watch(monitor, 0.3)
-    _until(lambda: monitor.silent_s() < 0.2)
+    wait_until(lambda: monitor.silent_s() < 0.2)
     _Route.status = 503
-    _until(lambda: monitor.silent_s() > 0.5)
+    wait_until(lambda: monitor.silent_s() > 0.5)
     monitor.forget()
     assert monitor.silent_s() == 0  # the next one may take its time to start
     _Route.status = 200
-    _until(lambda: 0 < monitor.silent_s() < 0.2)
+    wait_until(lambda: 0 < monitor.silent_s() < 0.2)
     monitor.end()
 
 
@@ -222,7 +215,7 @@ def test_an_answer_may_take_its_time(tmp_path: Path, health_url: str, monkeypatc
     monkeypatch.setattr(_Route, "do_GET", slow)
     hasty = LivenessMonitor(tmp_path / "hasty", Health(health_url, timeout_s=0.05), probe_period_s=0.05)
     patient = LivenessMonitor(tmp_path / "patient", Health(health_url, timeout_s=300), probe_period_s=0.05)
-    _until(lambda: patient.is_well)
+    wait_until(lambda: patient.is_well)
     assert not hasty.is_well
     for monitor in (hasty, patient):
         monitor.end()
@@ -233,11 +226,11 @@ def test_a_beat_is_written_over_the_one_before(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
     beat = start_heartbeat()
     assert beat.path is not None
-    _until(beat.path.exists)
+    wait_until(beat.path.exists)
     inode = beat.path.stat().st_ino
     for doing in ("x" * 3000, "y"):
         does(doing)
-        _until(lambda doing=doing: b'"' + doing.encode() + b'"' in beat.path.read_bytes())
+        wait_until(lambda doing=doing: b'"' + doing.encode() + b'"' in beat.path.read_bytes())
         json.loads(beat.path.read_bytes())
     assert beat.path.stat().st_ino == inode and beat.path.stat().st_size == 1024
     beat.end()
