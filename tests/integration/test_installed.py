@@ -88,14 +88,9 @@ def test_without_vllm_rl_says_what_to_install(bin_dir: Path, project: Path) -> N
 @pytest.mark.launch
 @pytest.mark.everyday
 def test_without_vllm_sft_trains(bin_dir: Path, project: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:
+    """And the other commands of the wheel show what it did."""
     trained = run(bin_dir, project, "sh", "train.sh", MODEL=str(tiny_model()), DATA=str(sft_data))
     assert trained.returncode == 0 and "finished step 1 of 1" in trained.stdout, trained.stdout + trained.stderr
-
-
-@pytest.mark.launch
-def test_the_wheel_shows_a_run(bin_dir: Path, project: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:
-    trained = run(bin_dir, project, "sh", "train.sh", MODEL=str(tiny_model()), DATA=str(sft_data))
-    assert trained.returncode == 0, trained.stderr
     (directory,) = {path.parent for path in project.glob("**/metrics.jsonl")}
     for words in (["report", directory], ["monitor", directory, "--once"], ["track", directory, "--to", "tensorboard"]):
         looked = run(bin_dir, project, *map(str, words))

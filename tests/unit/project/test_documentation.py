@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -144,31 +145,30 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     return checkout
 
 
-def play(environment: object, index: int, answers: list[str]) -> tuple[object, object]:
-    """Play one session in which the policy says `answers`; return its task and the session."""
+def play(environment: Any, index: int, answers: list[str]) -> tuple[Any, Any]:
+    """Play one session in which the policy says `answers`; return its task and the session. What asks without a prompt
+    of its own begins with none.
+    """
     from holdfast.chat.tokenizer import load_tokenizer
-    from holdfast.orchestrator.env.interface import Environment, Session, TaskSeed
+    from holdfast.orchestrator.env.interface import Session, TaskSeed
     from holdfast.protocol.inference import Completion
     from holdfast.protocol.rollouts import Logprobs, TokenIds
 
-    assert isinstance(environment, Environment)
     tokenizer = load_tokenizer(str(BASE))
-    stop = tokenizer.stop_token_ids[0]
+    task = environment.make_task(TaskSeed(0, "documented", index))
 
     async def say(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
-        ids = [*tokenizer.encode(answers[turn]), stop]
+        ids = [*tokenizer.encode(answers[turn]), tokenizer.stop_token_ids[0]]
         return Completion(TokenIds(ids), Logprobs([-1.0] * len(ids)), "stop", [])
 
-    task = environment.make_task(TaskSeed(0, "documented", index))
-    assert not isinstance(task.prompt, str)
-    prompt = tokenizer.prompt(task.prompt)
+    prompt = tokenizer.prompt(task.prompt) if task.prompt else []
     session = Session(prompt, tokenizer=tokenizer, sample_turn=say, seq_len=256, max_tokens=16)
     asyncio.run(environment.run(session, task))
     return task, session
 
 
-def scores_of(environment: object, task: object, *sessions: object) -> list[float]:
-    return [score.reward for score in asyncio.run(environment.score(task, sessions))]  # type: ignore[attr-defined]
+def scores_of(environment: Any, task: Any, *sessions: Any) -> list[float]:
+    return [score.reward for score in asyncio.run(environment.score(task, sessions))]
 
 
 def test_the_environment_of_the_readme_asks_for_the_last_letters_backwards(documented: Checkout) -> None:
@@ -198,16 +198,16 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     words = ["yes", "no"]
     for environment, expected in ((Shout(words), [1.0, 0.0]), (Shortest(words), [1, 0.5])):
         task, session = play(environment, 1, ["x"])
-        _, right = play(environment, 1, [task.answer])  # type: ignore[attr-defined]
+        _, right = play(environment, 1, [task.answer])
         _, long = play(environment, 1, ["nonsense"])
-        assert session.completion == "x"  # type: ignore[attr-defined]
+        assert session.completion == "x"
         assert scores_of(environment, task, right, long) == expected, environment
     secret = Guessing().make_task(TaskSeed(0, "documented", 3))
     low, high = str(secret.number - 1), str(secret.number + 1)
     task, session = play(Guessing(), 3, [low, high, secret.answer])
-    assert session.texts == [low, high, secret.answer] and scores_of(Guessing(), task, session) == [1 / 3]  # type: ignore[attr-defined]
+    assert session.texts == [low, high, secret.answer] and scores_of(Guessing(), task, session) == [1 / 3]
     _, lost = play(Guessing(), 3, [low] * 9)
-    assert len(lost.texts) == 4 and scores_of(Guessing(), task, lost) == [0.0]  # type: ignore[attr-defined]
+    assert len(lost.texts) == 4 and scores_of(Guessing(), task, lost) == [0.0]
     (score,) = asyncio.run(Warmer().score(task, [session]))
     assert (score.reward, score.turn_rewards) == (1.0, [0.5, 0.5, 1.0])
     assert checked_scores([score], [session], what="documented") == [score]  # type: ignore[list-item]
@@ -252,26 +252,12 @@ def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:
 def test_the_harness_of_their_page_asks_twice(documented: Checkout) -> None:
     from asked import Asked  # type: ignore[import-not-found]
 
-    from holdfast.chat.tokenizer import load_tokenizer
-    from holdfast.orchestrator.env.interface import Session, TaskSeed
-    from holdfast.protocol.inference import Completion
-    from holdfast.protocol.rollouts import Logprobs, TokenIds
+    from holdfast.orchestrator.env.interface import TaskSeed
 
-    task = Asked().make_task(TaskSeed(0, "documented", 1))
-    tokenizer = load_tokenizer(str(BASE))
-
-    async def say(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
-        ids = [*tokenizer.encode(task.answer if turn == 0 else "x"), tokenizer.stop_token_ids[0]]
-        return Completion(TokenIds(ids), Logprobs([-1.0] * len(ids)), "stop", [])
-
-    async def play_and_score() -> float:
-        session = Session([], tokenizer=tokenizer, sample_turn=say, seq_len=256, max_tokens=16, task=task)
-        await Asked().run(session, task)
-        (score,) = await Asked().score(task, [session])
-        assert session.loss_mask.num_stretches == 2 and session.texts == [task.answer, "x"]
-        return score.reward
-
-    assert asyncio.run(play_and_score()) == 0.5
+    said = [Asked().make_task(TaskSeed(0, "documented", 1)).answer, "x"]
+    task, session = play(Asked(), 1, said)
+    assert session.loss_mask.num_stretches == 2 and session.texts == said
+    assert scores_of(Asked(), task, session) == [0.5]
 
 
 def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> None:
