@@ -1,17 +1,18 @@
 """What goes wrong in a run is told in one message, and nothing is lost or broken by it."""
 
-import http.server
 import shutil
-import threading
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
+from tests.servers.quick_server import QuickServer
 
 pytestmark = pytest.mark.launch
 
@@ -69,24 +70,15 @@ def test_nan_stops_the_run_and_is_not_published(broken: CompletedRun, rl_server:
     assert not list(run_dir.path.glob("logs/attempt_2"))
 
 
-class _Greeter(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"hello")
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def foreign_port() -> Iterator[int]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Greeter) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
+    """The port of a server that says hello to everything."""
+    app = FastAPI()
+    app.get("/{path:path}")(lambda: "hello")
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = QuickServer(app, listener)
+    yield listener.getsockname()[1]
+    server.end()
 
 
 def test_a_port_in_use_by_something_else_ends_the_run_before_it_starts(foreign_port: int, tmp_path: Path) -> None:
