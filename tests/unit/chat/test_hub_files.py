@@ -3,18 +3,19 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI, Response
 
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.errors import ConfigError, DataError
+from tests.servers.quick_server import QuickServer
 
 LOAD = """
 import sys, time
@@ -32,38 +33,24 @@ except HoldfastError as error:
 def hub(files: dict[str, bytes], *, fails: set[str] = frozenset()) -> Iterator[str]:
     """Serve one model as the hub does; for `fails` it answers 503."""
 
-    class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
+    app, listener = FastAPI(), socket.create_server(("127.0.0.1", 0))
 
-        def do_GET(self) -> None:
-            self._answer(with_body=True)
+    @app.api_route("/{path:path}", methods=["GET", "HEAD"])
+    def answer(path: str) -> Response:
+        name = path.rpartition("/")[2]
+        content = files.get(name)
+        headers = {"X-Repo-Commit": "c" * 40, "ETag": f'"{len(content or b"")}"'}
+        if name in fails:
+            return Response(status_code=503, headers=headers)
+        if content is None:
+            return Response(status_code=404, headers=headers | {"X-Error-Code": "EntryNotFound"})
+        return Response(content, headers=headers)
 
-        def _answer(self, *, with_body: bool) -> None:
-            name = self.path.rsplit("/", 1)[1]
-            content = files.get(name)
-            self.send_response(503 if name in fails else 200 if content is not None else 404)
-            if content is None and name not in fails:
-                self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("X-Repo-Commit", "c" * 40)
-            self.send_header("ETag", f'"{len(content or b"")}"')
-            self.send_header("Content-Length", str(len(content or b"")))
-            self.end_headers()
-            if with_body and content is not None:
-                self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+    server = QuickServer(app, listener)
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        server.end()
 
 
 def load(endpoint: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:

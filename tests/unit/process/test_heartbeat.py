@@ -1,23 +1,26 @@
 """Signs of life of real processes and health routes, and their absence; how a program of others has ended."""
 
+import asyncio
 import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI, Response
 
 from holdfast.launcher.liveness import Health, LivenessMonitor, place_of_beats
 from holdfast.process.heartbeat import HEARTBEAT_ENV, does, meanwhile, start_heartbeat
 from holdfast.process.noted_end import Ending
 from tests.runs.processes import wait_until
+from tests.servers.quick_server import QuickServer
 
 PERIOD_S = 0.1
 _BEAT = (
@@ -167,54 +170,40 @@ def test_a_place_of_beats_of_others_is_not_used(tmp_path: Path, monkeypatch: pyt
     assert elsewhere.is_dir()
 
 
-class _Route(BaseHTTPRequestHandler):
-    status = 200
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        self.send_response(type(self).status)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
-def health_url() -> Iterator[str]:
-    _Route.status = 200
-    server = HTTPServer(("127.0.0.1", 0), _Route)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/health"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def health() -> Iterator[SimpleNamespace]:
+    """A route that answers with a `status`, after `delay_s`."""
+    app, listener = FastAPI(), socket.create_server(("127.0.0.1", 0))
+    route = SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}/health", status=200, delay_s=0.0)
+
+    @app.get("/health")
+    async def answer() -> Response:
+        await asyncio.sleep(route.delay_s)
+        return Response(status_code=route.status)
+
+    server = QuickServer(app, listener)
+    yield route
+    server.end()
 
 
-def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health_url: str) -> None:
-    monitor = LivenessMonitor(tmp_path / "inference", Health(health_url), probe_period_s=0.05)
+def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health: SimpleNamespace) -> None:
+    monitor = LivenessMonitor(tmp_path / "inference", Health(health.url), probe_period_s=0.05)
     wait_until(lambda: monitor.silent_s() > 0)
     _watch(monitor, 0.3)
     wait_until(lambda: monitor.silent_s() < 0.2)
-    _Route.status = 503
+    health.status = 503
     wait_until(lambda: monitor.silent_s() > 0.5)
     monitor.forget()
     assert monitor.silent_s() == 0  # the next one may take its time to start
-    _Route.status = 200
+    health.status = 200
     wait_until(lambda: 0 < monitor.silent_s() < 0.2)
     monitor.end()
 
 
-def test_an_answer_may_take_its_time(tmp_path: Path, health_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(route: BaseHTTPRequestHandler) -> None:
-        time.sleep(0.5)
-        _Route.answer(route)
-
-    monkeypatch.setattr(_Route, "do_GET", slow)
-    hasty = LivenessMonitor(tmp_path / "hasty", Health(health_url, timeout_s=0.05), probe_period_s=0.05)
-    patient = LivenessMonitor(tmp_path / "patient", Health(health_url, timeout_s=300), probe_period_s=0.05)
+def test_an_answer_may_take_its_time(tmp_path: Path, health: SimpleNamespace) -> None:
+    health.delay_s = 0.5
+    hasty = LivenessMonitor(tmp_path / "hasty", Health(health.url, timeout_s=0.05), probe_period_s=0.05)
+    patient = LivenessMonitor(tmp_path / "patient", Health(health.url, timeout_s=300), probe_period_s=0.05)
     wait_until(lambda: patient.is_well)
     assert not hasty.is_well
     for monitor in (hasty, patient):
