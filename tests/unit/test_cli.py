@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -266,17 +267,9 @@ def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def holdfast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def holdfast(run_command: Run) -> Run:
     """Run `holdfast` in this process; return its exit code and what it printed."""
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["holdfast", *argv])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(caught.value.code or 0), printed.out, printed.err
-
-    return run
+    return partial(run_command, "main")
 
 
 def test_every_command_is_installed_by_its_own_name_too() -> None:
@@ -343,36 +336,17 @@ def test_python_m_holdfast_does_not_import_from_the_working_directory(tmp_path: 
         assert done.returncode == 2 and done.stderr.startswith("error: there is no directory none"), done.stderr
 
 
-SRC = Path(errors.__file__).parents[1]
-
-
-def _bases() -> dict[str, str]:
-    """Return the first base of every class of `src`, by name."""
-    sources = "\n".join(path.read_text() for path in SRC.rglob("*.py"))
-    return dict(re.findall(r"^class (\w+)\((?:[\w.]+\.)?(\w+)[,)]", sources, re.MULTILINE))
-
-
-def _in_code() -> dict[str, str]:
-    """Return the public exceptions below `HoldfastError`, each with its base."""
-    bases = _bases()
-
-    def is_error(name: str) -> bool:
-        return name == "HoldfastError" or (name in bases and is_error(bases[name]))
-
-    return {name: base for name, base in bases.items() if is_error(base) and not name.startswith("_")}
-
-
-def _drawn() -> dict[str, str]:
-    """Return the same as the docstring draws it."""
-    tree: dict[str, str] = {}
+def test_the_tree_of_errors_is_that_of_the_code() -> None:
+    """Every public exception, with its base, as the docstring of `errors` draws it."""
+    drawn: dict[str, str] = {}
     parents = ["HoldfastError"]
     for indent, name in re.findall(r"^    ((?:│   )*)[├└]── (\w+)", errors.__doc__ or "", re.MULTILINE):
-        depth = len(indent) // 4
-        parents = [*parents[: depth + 1], name]
-        tree[name] = parents[depth]
-    return tree
-
-
-def test_the_tree_is_that_of_the_code() -> None:
-    assert len(_drawn()) > 10
-    assert _drawn() == _in_code()
+        parents = [*parents[: len(indent) // 4 + 1], name]
+        drawn[name] = parents[-2]
+    sources = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    bases = dict(re.findall(r"^class (\w+)\((?:[\w.]+\.)?(\w+)[,)]", sources, re.MULTILINE))
+    below = {"HoldfastError"}
+    while more := {name for name, base in bases.items() if base in below} - below:
+        below |= more
+    assert len(drawn) > 10
+    assert drawn == {name: bases[name] for name in below - {"HoldfastError"} if not name.startswith("_")}
