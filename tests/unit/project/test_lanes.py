@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.lanes import __main__ as lanes
 from tests.lanes import parts, skips, written
-from tests.lanes.marks import BY_HAND, LANES, RESOURCES, lane_of
+from tests.lanes.marks import BY_HAND, LANES, RESOURCES
 from tests.lanes.shares import SHARES
 from tests.pages import guarantees, promises
 
@@ -31,17 +31,6 @@ def git(repository: Path, *words: str) -> None:
     subprocess.run(["git", *who, *words], cwd=repository, check=True)
 
 
-@pytest.mark.parametrize(
-    ("marks", "lane"),
-    [
-        ((), "everyday"), (("parametrize", "timeout"), "everyday"), (("engine",), "nightly"),
-        (("launch", "everyday"), "everyday"), (("gpu", "launch"), "gpu"), (("slurm", "everyday"), "slurm"),
-    ],
-)  # fmt: skip
-def test_a_resource_makes_a_test_nightly(marks: tuple[str, ...], lane: str) -> None:
-    assert lane_of(marks) == lane
-
-
 def test_every_resource_is_a_mark_with_a_meaning() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     declared = re.findall(r'^    "(\w+): ', text[text.index("\nmarkers = [") :].partition("]")[0], re.MULTILINE)
@@ -49,7 +38,7 @@ def test_every_resource_is_a_mark_with_a_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "ran"), [("-k test_b", "b"), ("--lane everyday", "ad"), ("--lane nightly", "bc"), ("--lane all", "abcd")]
+    ("words", "ran"), [("-k test_b", "b"), ("--lane everyday", "ad"), ("--lane nightly", "bc"), ("--lane slurm", "e")]
 )
 def test_a_lane_runs_its_tests_and_paths_run_whatever_they_hold(words: str, ran: str, tmp_path: Path) -> None:
     source = (
@@ -58,6 +47,7 @@ def test_a_lane_runs_its_tests_and_paths_run_whatever_they_hold(words: str, ran:
         "@pytest.mark.docs\ndef test_b(): pass\n"
         "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.ranks)])\ndef test_c(x): pass\n"
         "@pytest.mark.launch\n@pytest.mark.everyday\ndef test_d(): pass\n"
+        "@pytest.mark.slurm\n@pytest.mark.everyday\ndef test_e(): pass\n"
     )
     code, printed = pytest_run(tmp_path, source, "-v", *words.split())
     assert code == 0, printed
