@@ -356,7 +356,6 @@ os.register_at_fork(after_in_child=lambda: os._exit(1))  # an engine that is for
 """
 
 
-@pytest.mark.engine
 def test_an_engine_that_is_spawned_as_on_gpus_ends_with_its_server(model: Path, tmp_path: Path) -> None:
     server = _start(model, tmp_path, sabotage=_SPAWNS)
     server.wait_ready()
