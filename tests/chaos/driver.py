@@ -1,10 +1,9 @@
 """One real `rl` run that is hit again and again, and whose disk fills up, by a schedule drawn from a seed."""
 
-import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +78,7 @@ class Chaos:
     """Deals the hits of a schedule to a run, and starts its launcher again when that was hit. `disk`: what the run
     directory lies on; a schedule without full disks needs none. `store`: where the run keeps its checkpoints too; a
     schedule without evictions and outages needs none. `judge`: what scores for the run; it is started again when it was
-    hit. `environment`: further variables of the run. `starts_python`: start all of it as a user does, with vLLM;
-    otherwise it is forked, with stub engines.
+    hit. `starts_python`: start all of it as a user does, with vLLM; otherwise it is forked, with stub engines.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class Chaos:
         disk: SmallDisk | None = None,
         store: Store | None = None,
         judge: JudgeProcess | None = None,
-        environment: Mapping[str, str] | None = None,
         starts_python: bool = False,
         say: Callable[[str], object] = str,
     ) -> None:
@@ -107,10 +104,7 @@ class Chaos:
         self._say = say
         self._flags = (*_RESTARTS, *_HEARTBEAT, *flags)
         self._read_errors = ReadErrors(output_dir.with_name(f"{output_dir.name}-read-errors"), self._output_dir)
-        self._environment = dict(environment or {})
-        if any(hit.kind == "EIO" for hit in hits):
-            paths = (self._read_errors.environment["PYTHONPATH"], self._environment.get("PYTHONPATH", ""))
-            self._environment |= self._read_errors.environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._environment = dict(self._read_errors.environment) if any(hit.kind == "EIO" for hit in hits) else {}
         if store is not None:
             self._flags += ("--ckpt.dir", store.url)
             self._environment |= store.environment
