@@ -33,21 +33,17 @@ def shared_server() -> Iterator[S3Server]:
     server.close()
 
 
-def point_to(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the environment that a user would set, and shorten the pauses."""
+@pytest.fixture
+def server(shared_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """An empty server, with the environment that a user would set, and short pauses."""
+    shared_server.reset()
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", shared_server.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(object_store, "FIRST_DELAY_S", 0.01)
-
-
-@pytest.fixture
-def server(shared_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    shared_server.reset()
-    point_to(shared_server, monkeypatch)
     return shared_server
 
 
