@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.chaos.disk import SmallDisk
 from tests.chaos.driver import JUDGE, Blow, Chaos, ChaosRun
 from tests.chaos.everything import PLAYERS, TURNS, JudgeProcess, settings_of
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, MACHINE, RUN, STORE, draw, shares, steps_of
 from tests.chaos.surroundings import Store
+from tests.faults.disks import SmallDisk
 from tests.runs.ports import free_port
 from tests.runs.rl import SMALL_BATCH, succeeded
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 
 from holdfast.run.run_dir import RunDir
-from tests.chaos.disk import SmallDisk
 from tests.chaos.everything import PLAYERS, JudgeProcess
 from tests.chaos.schedule import Hit
 from tests.chaos.surroundings import ReadErrors, Store
 from tests.chaos.witness import Progress, Witness
+from tests.faults.disks import SmallDisk
 from tests.runs.processes import command_line
 from tests.runs.rl import POLL_S, RlRun
 

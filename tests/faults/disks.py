@@ -2,13 +2,14 @@
 the test sees through /proc. All is gone when the holder ends.
 """
 
-from __future__ import annotations
-
 import ctypes
+import errno
 import os
 import subprocess
 from pathlib import Path
+from typing import Self
 
+_BLOCK_BYTES = 4096
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
@@ -37,7 +38,7 @@ class Disk:
             said.append(line)
         self.problem = "".join(said).strip() or "no namespace of its own"
 
-    def __enter__(self) -> Disk:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,6 +54,30 @@ class Disk:
     def view(self, path: Path) -> Path:
         """Where this process finds what `path` is in there."""
         return Path(f"/proc/{self._holder.pid}/root{path}")
+
+
+class SmallDisk(Disk):
+    """A tmpfs at `place`, which every process finds at `path`."""
+
+    def __init__(self, place: Path, *, size_mib: int) -> None:
+        place.mkdir(parents=True)
+        super().__init__(f"mount -t tmpfs -o size={size_mib}m tmpfs {place}")
+        self.path = self.view(place)
+        self._ballast = self.path / "ballast"
+
+    def fill(self) -> None:
+        """Take all the space that is free now; what is freed later is free until the next call."""
+        with open(self._ballast, "ab", buffering=0) as ballast:
+            for size in (256 * _BLOCK_BYTES, _BLOCK_BYTES):
+                try:
+                    while True:
+                        ballast.write(bytes(size))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+
+    def release(self) -> None:
+        self._ballast.unlink()
 
 
 def enter(pid: int) -> None:

@@ -12,11 +12,11 @@ from holdfast.orchestrator.judge_client import Replied
 from holdfast.run.record_log import read_records
 from holdfast.run.run_dir import RunDir
 from tests.chaos.__main__ import IN_ROUNDS
-from tests.chaos.disk import SmallDisk
 from tests.chaos.driver import JUDGE, Chaos
 from tests.chaos.everything import AT_ONCE, PLAYERS, TURNS, JudgeProcess, has_sandbox, settings_of
 from tests.chaos.invariants import check
 from tests.chaos.schedule import DISK, draw, shares, steps_of
+from tests.faults.disks import SmallDisk
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.rl import CompletedRun, succeeded
 from tests.runs.trackers import TrackedDirectory

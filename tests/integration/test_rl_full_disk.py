@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import STORAGE_FAILED
-from tests.chaos.disk import SmallDisk
+from tests.faults.disks import SmallDisk
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.ports import free_port
 from tests.runs.rl import CompletedRun, RlRun, assert_same_end, complete
