@@ -6,18 +6,17 @@ import random
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from holdfast.commands.rollouts_trace import trace
 from holdfast.errors import InferenceError
 from holdfast.run.journal import read_batch
 from holdfast.run.metrics import read_metrics
+from tests.chaos.driver import find_process
 from tests.faults.blows import STEPS, Blow, deal, engine, inference
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.ports import free_port
-from tests.runs.processes import command_line
 from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete, exact_metrics, succeeded
 
 pytestmark = [pytest.mark.engine, pytest.mark.launch, pytest.mark.timeout(1800)]
@@ -63,18 +62,10 @@ def test_inference_and_its_engine_die_and_hang(straight: CompletedRun, tmp_path:
     assert [path.name for path in (healed.run_dir.path / "configs").iterdir()] == ["attempt_1"]
 
 
-def _server(run: RlRun, number: int) -> psutil.Process:
-    # Its engine has the same command line for a moment.
-    found, *_ = [
-        process
-        for process in run.find("holdfast.inference.main")
-        if any(word.endswith(f"/inference_{number}.toml") for word in command_line(process))
-    ]
-    return found
-
-
-def _engines(run: RlRun, number: int) -> list[psutil.Process]:
-    return [child for child in _server(run, number).children() if "EngineCore" in "".join(command_line(child))]
+def _kill(run: RlRun, victim: str) -> None:
+    found = find_process(run, victim)
+    assert found is not None, victim
+    found.kill()
 
 
 def test_two_engines_of_a_run_die_at_random_and_come_back(straight: CompletedRun, tmp_path: Path) -> None:
@@ -85,12 +76,12 @@ def test_two_engines_of_a_run_die_at_random_and_come_back(straight: CompletedRun
     flags = (*SMALL_BATCH, "--max-steps", str(REFERENCE_STEPS), *flags)
     with RlRun(tmp_path / "run", *flags, engine="vllm") as run:
         run.wait_for_step(rng.randrange(1, 6))
-        run.wait_for(lambda: _engines(run, 1), f"the second engine (seed {seed})")
-        _server(run, 0).kill()
+        run.wait_for(lambda: find_process(run, "engine_1"), f"the second engine (seed {seed})")
+        _kill(run, "inference_0")
         run.wait_for_match(r"inference_0 was killed by signal 9: starting it again \(restart 1 of 3\)")
         # The first one still loads: now and then nobody is there.
         run.wait_for_step(rng.randrange(6, 12))
-        _engines(run, 1)[0].send_signal(signal.SIGKILL)
+        _kill(run, "engine_1")
         run.wait_for_match(r"inference_1 ended with exit code 75: starting it again \(restart 1 of 3\)")
         done = complete(run)
     assert_same_end(done, straight, REFERENCE_STEPS)
