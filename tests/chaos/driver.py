@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 
 from holdfast.run.run_dir import RunDir
-from tests.chaos.everything import PLAYERS, JudgeProcess
+from tests.chaos.everything import JudgeProcess
 from tests.chaos.schedule import Hit
 from tests.chaos.surroundings import ReadErrors, Store
 from tests.chaos.witness import Progress, Witness
+from tests.faults.blows import find_process
 from tests.faults.disks import SmallDisk
-from tests.runs.processes import command_line
 from tests.runs.rl import POLL_S, RlRun
 
 _RECOVERY_TIMEOUT_S = 600.0
@@ -310,30 +310,3 @@ class _Full:
     run: RlRun  # the start of the launcher that is to say that it waits
     said: int  # how many characters of what it printed are from before
     release_time: float | None = None  # monotonic seconds; None: it has not said so yet
-
-
-def find_process(run: RlRun, victim: str) -> psutil.Process | None:
-    """Return the process of `run` that is called `victim` in a schedule; None while there is none."""
-    try:
-        if victim == "launcher":
-            return run.launcher()
-        if victim == "trainer" or victim.startswith("rank_"):
-            position = 0 if victim == "trainer" else 1 + int(victim.removeprefix("rank_"))
-            found = run.find("holdfast.trainer.launch")  # it starts the ranks, in their order
-            return found[position] if len(found) > position else None
-        if victim in PLAYERS:
-            found = run.find(PLAYERS[victim])
-            return found[0] if found else None
-        if victim == "orchestrator":
-            found = run.find("holdfast.orchestrator.main")
-        else:
-            # By its configuration, which is called as the process: one of several servers is another's neighbour.
-            name = victim.replace("engine", "inference")
-            found = run.find("holdfast.inference.main")
-            found = [one for one in found if any(word.endswith(f"/{name}.toml") for word in command_line(one))]
-        if victim.startswith("engine"):
-            children = found[0].children() if found else []
-            found = [child for child in children if "EngineCore" in "".join(command_line(child))]
-        return found[0] if found else None
-    except psutil.NoSuchProcess:
-        return None

@@ -1,12 +1,12 @@
 """Processes of an `rl` run that a test kills or stops, one after the other, and the run that has to heal."""
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tests.chaos.everything import PLAYERS
 from tests.faults.held_steps import at_start, exists, held_after
 from tests.forking.popen import Engine
 from tests.integration.conftest import REFERENCE_STEPS
@@ -17,47 +17,44 @@ STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
 _HEARTBEAT_S = 15
 
 
-def orchestrator(run: RlRun) -> psutil.Process:
-    (found,) = run.find("holdfast.orchestrator.main")
-    return found
+def find_process(run: RlRun, victim: str) -> psutil.Process | None:
+    """Return the process of `run` that is called `victim` in a schedule; None while there is none."""
+    try:
+        if victim == "launcher":
+            return run.launcher()
+        if victim == "trainer" or victim.startswith("rank_"):
+            position = 0 if victim == "trainer" else 1 + int(victim.removeprefix("rank_"))
+            found = run.find("holdfast.trainer.launch")  # it starts the ranks, in their order
+            return found[position] if len(found) > position else None
+        if victim in PLAYERS:
+            found = run.find(PLAYERS[victim])
+            return found[0] if found else None
+        if victim == "orchestrator":
+            found = run.find("holdfast.orchestrator.main")
+        else:
+            # By its configuration, which is called as the process: one of several servers is another's neighbour.
+            name = victim.replace("engine", "inference")
+            found = run.find("holdfast.inference.main")
+            found = [one for one in found if any(word.endswith(f"/{name}.toml") for word in command_line(one))]
+        if victim.startswith("engine"):
+            children = found[0].children() if found else []
+            found = [child for child in children if "EngineCore" in "".join(command_line(child))]
+        return found[0] if found else None
+    except psutil.NoSuchProcess:
+        return None
 
 
-def rank(run: RlRun) -> psutil.Process:
-    _, found = run.find("holdfast.trainer.launch")
-    return found
-
-
-def trainer(run: RlRun) -> psutil.Process:
-    return run.find("holdfast.trainer.launch")[0]
-
-
-def inference(run: RlRun) -> psutil.Process:
-    (found,) = run.find("holdfast.inference.main")
-    return found
-
-
-def engines(run: RlRun) -> list[psutil.Process]:
-    return [process for process in run.processes() if "EngineCore" in "".join(command_line(process))]
-
-
-def engine(run: RlRun) -> psutil.Process:
-    (found,) = engines(run)
-    return found
-
-
-def awaited(run: RlRun, victim: Callable[[RlRun], psutil.Process]) -> psutil.Process:
+def awaited(run: RlRun, victim: str) -> psutil.Process:
     """Return a process as soon as it is there: it may be one that is just being started again."""
-    found: list[psutil.Process] = []
+    found: list[psutil.Process | None] = []
 
     def is_there() -> bool:
-        try:
-            found.append(victim(run))
-        except (ValueError, IndexError):
-            return False
-        return True
+        found.append(find_process(run, victim))
+        return found[-1] is not None
 
-    run.wait_for(is_there, victim.__name__)
-    return found[0]
+    run.wait_for(is_there, victim)
+    assert found[-1] is not None
+    return found[-1]
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Blow:
     """A signal to one process after a step, and what the console must say about it."""
 
     step: int
-    victim: Callable[[RlRun], psutil.Process]
+    victim: str
     number: signal.Signals
     says: str
 

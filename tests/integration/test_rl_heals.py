@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.run.metrics import read_metrics
-from tests.faults.blows import STEPS, Blow, awaited, deal, orchestrator, rank, trainer
+from tests.faults.blows import STEPS, Blow, awaited, deal
 from tests.faults.held_steps import NEVER, at_start, exists, held_after
 from tests.forking.engines import config_of, start_server
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
@@ -18,11 +18,13 @@ pytestmark = pytest.mark.launch
 
 # The server of these runs is another's, and must outlive them.
 _WITH_A_SERVER = [
-    Blow(3, orchestrator, signal.SIGKILL, r"orchestrator was killed by signal 9: starting it again \(restart 1 of 3\)"),
-    Blow(6, rank, signal.SIGKILL, r"trainer ended with exit code 137: starting it again \(restart 1 of 3\)"),
-    Blow(9, trainer, signal.SIGKILL, r"trainer was killed by signal 9: starting it again \(restart 2 of 3\)"),
-    Blow(12, orchestrator, signal.SIGSTOP, r"orchestrator has sent no heartbeat for \d+ s: killing it"),
-    Blow(15, rank, signal.SIGSTOP, r"trainer has sent no heartbeat for \d+ s: killing it"),
+    Blow(
+        3, "orchestrator", signal.SIGKILL, r"orchestrator was killed by signal 9: starting it again \(restart 1 of 3\)"
+    ),
+    Blow(6, "rank_0", signal.SIGKILL, r"trainer ended with exit code 137: starting it again \(restart 1 of 3\)"),
+    Blow(9, "trainer", signal.SIGKILL, r"trainer was killed by signal 9: starting it again \(restart 2 of 3\)"),
+    Blow(12, "orchestrator", signal.SIGSTOP, r"orchestrator has sent no heartbeat for \d+ s: killing it"),
+    Blow(15, "rank_0", signal.SIGSTOP, r"trainer has sent no heartbeat for \d+ s: killing it"),
 ]
 
 
@@ -40,10 +42,10 @@ def test_when_restarts_are_used_up_one_report_says_why(rl_server: UsedServer, tm
     flags = (*rl_server.flags, *STEPS, "--max-restarts", "1")
     with RlRun(tmp_path / "run", *flags, environment=at_start(held_after(10, until=NEVER))) as run:
         run.wait_for_step(2)
-        awaited(run, orchestrator).kill()
+        awaited(run, "orchestrator").kill()
         run.wait_for_output("starting it again (restart 1 of 1)")
         run.wait_for_step(6)
-        awaited(run, orchestrator).kill()
+        awaited(run, "orchestrator").kill()
         ended = complete(run)
     assert ended.exit_code == 1
     assert not ended.survivors

@@ -12,8 +12,7 @@ from holdfast.commands.rollouts_trace import trace
 from holdfast.errors import InferenceError
 from holdfast.run.journal import read_batch
 from holdfast.run.metrics import read_metrics
-from tests.chaos.driver import find_process
-from tests.faults.blows import STEPS, Blow, deal, engine, inference
+from tests.faults.blows import STEPS, Blow, awaited, deal, find_process
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.ports import free_port
@@ -46,9 +45,9 @@ def test_a_short_run_trains_on_what_vllm_samples(vllm_server: UsedServer, tmp_pa
 
 
 _OWN_SERVER = [
-    Blow(3, inference, signal.SIGKILL, r"inference was killed by signal 9: starting it again \(restart 1 of 3\)"),
-    Blow(7, engine, signal.SIGKILL, r"inference ended with exit code \d+: starting it again \(restart 2 of 3\)"),
-    Blow(11, engine, signal.SIGSTOP, r"inference has (sent no heartbeat|made no progress) for \d+ s.*: killing it"),
+    Blow(3, "inference", signal.SIGKILL, r"inference was killed by signal 9: starting it again \(restart 1 of 3\)"),
+    Blow(7, "engine", signal.SIGKILL, r"inference ended with exit code \d+: starting it again \(restart 2 of 3\)"),
+    Blow(11, "engine", signal.SIGSTOP, r"inference has (sent no heartbeat|made no progress) for \d+ s.*: killing it"),
 ]
 
 
@@ -62,12 +61,6 @@ def test_inference_and_its_engine_die_and_hang(straight: CompletedRun, tmp_path:
     assert [path.name for path in (healed.run_dir.path / "configs").iterdir()] == ["attempt_1"]
 
 
-def _kill(run: RlRun, victim: str) -> None:
-    found = find_process(run, victim)
-    assert found is not None, victim
-    found.kill()
-
-
 def test_two_engines_of_a_run_die_at_random_and_come_back(straight: CompletedRun, tmp_path: Path) -> None:
     """With vLLM, whose log-probabilities must not depend on which requests share a batch."""
     seed = random.SystemRandom().randrange(1000)
@@ -77,11 +70,11 @@ def test_two_engines_of_a_run_die_at_random_and_come_back(straight: CompletedRun
     with RlRun(tmp_path / "run", *flags, engine="vllm") as run:
         run.wait_for_step(rng.randrange(1, 6))
         run.wait_for(lambda: find_process(run, "engine_1"), f"the second engine (seed {seed})")
-        _kill(run, "inference_0")
+        awaited(run, "inference_0").kill()
         run.wait_for_match(r"inference_0 was killed by signal 9: starting it again \(restart 1 of 3\)")
         # The first one still loads: now and then nobody is there.
         run.wait_for_step(rng.randrange(6, 12))
-        _kill(run, "engine_1")
+        awaited(run, "engine_1").kill()
         run.wait_for_match(r"inference_1 ended with exit code 75: starting it again \(restart 1 of 3\)")
         done = complete(run)
     assert_same_end(done, straight, REFERENCE_STEPS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.blows import STEPS, Blow, deal, inference, orchestrator, rank
+from tests.faults.blows import STEPS, Blow, deal
 from tests.faults.held_steps import at_start
 from tests.forking.popen import Engine
 from tests.integration.conftest import REFERENCE_STEPS
@@ -33,10 +33,10 @@ def test_both_transports_end_with_the_same_bits(engine: Engine, tmp_path: Path) 
 
 
 _BLOWS = [
-    Blow(3, rank, signal.SIGKILL, r"trainer ended with exit code 137: starting it again \(restart 1 of 3\)"),
-    Blow(6, inference, signal.SIGKILL, r"inference was killed by signal 9: starting it again \(restart 1 of 3\)"),
-    Blow(9, orchestrator, signal.SIGKILL, r"orchestrator was killed by signal 9: starting it again"),
-    Blow(12, rank, signal.SIGSTOP, r"trainer has sent no heartbeat for \d+ s: killing it"),
+    Blow(3, "rank_0", signal.SIGKILL, r"trainer ended with exit code 137: starting it again \(restart 1 of 3\)"),
+    Blow(6, "inference", signal.SIGKILL, r"inference was killed by signal 9: starting it again \(restart 1 of 3\)"),
+    Blow(9, "orchestrator", signal.SIGKILL, r"orchestrator was killed by signal 9: starting it again"),
+    Blow(12, "rank_0", signal.SIGSTOP, r"trainer has sent no heartbeat for \d+ s: killing it"),
 ]
 
 
