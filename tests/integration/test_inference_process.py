@@ -44,10 +44,14 @@ def _start(
 
 
 def _engine(server: ServerHandle) -> psutil.Process:
-    children = psutil.Process(server.pid).children(recursive=True)
-    engines = [child for child in children if "EngineCore" in "".join(command_line(child))]
-    assert len(engines) == 1, children
-    return engines[0]
+    """Return the engine's process as soon as it is there."""
+
+    def engines() -> list[psutil.Process]:
+        children = psutil.Process(server.pid).children(recursive=True)
+        return [child for child in children if "EngineCore" in "".join(command_line(child))]
+
+    (found,) = wait_until(engines, "the engine")
+    return found
 
 
 def _assert_ends(process: psutil.Process) -> None:
@@ -209,14 +213,6 @@ def _held_loading(mark: Path) -> str:
     )
 
 
-def _starting_engine(server: ServerHandle) -> psutil.Process:
-    """Return the engine's process as soon as it is there."""
-    children = psutil.Process(server.pid).children
-    return wait_until(lambda: [one for one in children() if "EngineCore" in "".join(command_line(one))], "the engine")[
-        0
-    ]
-
-
 # As between the end of its files and that of the process: who asks without waiting gets no answer.
 _LATE = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if how & os.WNOHANG else ask(pid, how)\n"
 
@@ -225,7 +221,7 @@ _LATE = "import os; ask = os.waitpid; os.waitpid = lambda pid, how: (0, 0) if ho
 def test_an_engine_killed_while_it_starts_is_worth_another_start(model: Path, tmp_path: Path, when: str) -> None:
     late = _LATE if "late" in when else ""
     server = _start(model, tmp_path, sabotage=late + _held_loading(tmp_path / "loads"))
-    engine = _starting_engine(server)
+    engine = _engine(server)
     if "loads" in when:
         wait_until((tmp_path / "loads").exists, "its weights")
     engine.kill()
