@@ -22,8 +22,8 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.tokenizing import FEW_ROWS
 from tests.faults.held_steps import NEVER, held_after
 from tests.faults.run_states import checkpoint_state, differing
-from tests.forking.commands import Run, shared_commands
-from tests.runs.processes import WITH_STUB_ENGINE, wait_until
+from tests.forking.commands import Run, shared_commands, wait_for
+from tests.runs.processes import WITH_STUB_ENGINE
 from tests.runs.rl import CONFIG, MODEL, exact_metrics, last_step, survivors
 from tests.runs.training import PAIRS
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving, score_of
@@ -106,8 +106,7 @@ class Program:
     def killed(self, case: Path) -> None:
         """Leave in `case` what there is when the run is killed."""
         run = self.start(case, fault=self.fault)
-        wait_until(lambda: self.is_held(case) or run.has_ended, f"the middle of {self.name}")
-        assert not run.has_ended, run.log
+        wait_for(lambda: self.is_held(case), f"the middle of {self.name}", run)
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
         assert not survivors(RunDir(case / "run"), set())

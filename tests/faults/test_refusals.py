@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
 from tests.faults.held_steps import exists, held_after
 from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
-from tests.forking.commands import Run, shared_commands
-from tests.runs.processes import wait_until
-from tests.runs.rl import last_step
+from tests.forking.commands import Run, shared_commands, wait_for_step
 
 pytestmark = pytest.mark.launch
 
@@ -125,15 +122,10 @@ def test_saves_go_by_step_and_not_by_a_clock_that_runs_backwards(start: Start, o
     assert sorted(steps) == [6, 8] and steps[8].created_unix_s == 0
 
 
-def wait_for_step(run: Run, step: int) -> None:
-    wait_until(lambda: last_step(RunDir(run.output)) >= step or run.has_ended, f"step {step}")
-    assert not run.has_ended, f"it ended before step {step}:\n{run.log}"
-
-
 def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, output: Path, tmp_path: Path) -> None:
     long = ("--max-steps", "20", "--ckpt.interval", "4")
     first = start(output, *long, trainer_fault=held_after(10, until=exists(tmp_path / "refused")))
-    wait_for_step(first, 6)
+    wait_for_step(6, first)
     for number, common in enumerate((FLAGS, ("--clean",))):
         second = start(output, common=common, log=tmp_path / f"second_{number}.log").wait()
         check_refused(second, f"{output} is in use by another run (process {first.pid})", "--output-dir")

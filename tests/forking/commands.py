@@ -4,7 +4,7 @@ import atexit
 import functools
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,7 +15,7 @@ from tests.forking.engines import shared_engines
 from tests.forking.popen import STUB_ENGINE, Engine, begin, fork_children, run_module
 from tests.forking.server import Fork, ForkServer
 from tests.lanes.marks import require
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 from tests.runs.training import sft_command
 
 RUN_TIMEOUT_S = HANG_S
@@ -53,6 +53,20 @@ class Run:
         """Wait for its end. Raises `TimeoutError`: it still runs."""
         self.fork.wait(timeout_s)
         return self
+
+
+def wait_for(condition: Callable[[], object], what: str, *runs: Run) -> None:
+    """Return as soon as `condition` holds; all `runs` must be there until then. `what` names it in the error."""
+    wait_until(lambda: condition() or any(run.has_ended for run in runs), what)
+    assert not any(run.has_ended for run in runs), "\n".join([f"ended before {what}:", *(run.log for run in runs)])
+
+
+def wait_for_step(step: int, *runs: Run) -> None:
+    """Return as soon as the run of these commands has trained `step`."""
+    from tests.runs.rl import last_step
+
+    run_dir = RunDir(runs[0].output)
+    wait_for(lambda: last_step(run_dir) >= step, f"step {step}", *runs)
 
 
 class Commands:

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.run.run_dir import RunDir
-from tests.forking.commands import Run, shared_commands
-from tests.runs.processes import wait_until
+from tests.forking.commands import Run, shared_commands, wait_for_step
 from tests.runs.profiles import Trace, traces
 from tests.runs.rl import exact_metrics, last_step
 
 pytestmark = pytest.mark.launch
-
-
-def _until_step(run: Run, step: int) -> None:
-    wait_until(lambda: last_step(RunDir(run.output)) >= step or run.has_ended, f"step {step}")
-    assert not run.has_ended, run.log
 
 
 def test_two_profiled_ranks_keep_their_bits(tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:
@@ -58,14 +52,14 @@ def test_a_kill_tears_nothing_a_stop_records(tmp_path: Path, tiny_model: Callabl
     flags = ("--max-steps", "100000", "--profile", "2:100000", "--ckpt.interval", "1", "--ckpt.keep", "2")
     flags = (*flags, "--ckpt.resume-step", "auto")
     killed = shared_commands().sft(output, model, sft_data, *flags)
-    _until_step(killed, 4)
+    wait_for_step(4, killed)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     run_dir = RunDir(output)
     assert run_dir.profiles() == []
     before = last_step(run_dir)
     stopped = shared_commands().sft(output, model, sft_data, *flags, log=tmp_path / "stopped.out")
-    _until_step(stopped, before + 3)
+    wait_for_step(before + 3, stopped)
     os.kill(stopped.pid, signal.SIGTERM)
     stopped.wait()
     assert stopped.code == 128 + signal.SIGTERM, stopped.log

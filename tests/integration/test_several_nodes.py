@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ import pytest
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.faults.held_steps import ASKED_TO_STOP, exists, held_after
-from tests.forking.commands import Run, shared_commands
+from tests.forking.commands import Run, shared_commands, wait_for, wait_for_step
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.profiles import Trace, traces
@@ -43,7 +42,7 @@ class Nodes:
         argv = [*self._argv, *flags]
         run = shared_commands().start(self._program, self.output, argv, log=log, trainer_fault=self.trainer_fault)
         if not node:
-            _until(lambda: "waiting for the others" in run.log, run)
+            wait_for(lambda: "waiting for the others" in run.log, "what leads the others", run)
         self.runs[node : node + 1] = [run]
         return run
 
@@ -52,7 +51,7 @@ class Nodes:
             self.start(node, *flags)
 
     def wait_for_step(self, step: int) -> None:
-        _until(lambda: [line for line in _metrics(self.run_dir) if line["step"] >= step], *self.runs)
+        wait_for_step(step, *self.runs)
 
     def trainer(self, node: int) -> psutil.Process:
         (trainer,) = psutil.Process(self.runs[node].pid).children()
@@ -68,17 +67,6 @@ class Nodes:
     @property
     def losses(self) -> list[float]:
         return [line["loss"] for line in read_metrics(self.run_dir.metrics)]
-
-
-def _metrics(run_dir: RunDir) -> list[dict[str, float]]:
-    return read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
-
-
-def _until(condition: Callable[[], object], *runs: Run) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline and not any(run.has_ended for run in runs), "\n".join(r.log for r in runs)
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +178,7 @@ def test_trainers_that_wait_for_a_batch_save_when_one_node_is_asked_to(tmp_path:
     ]  # fmt: skip
     nodes = Nodes(tmp_path / "run", "trainer", argv)
     nodes.start_all()
-    _until(lambda: all("waiting for batches" in run.log for run in nodes.runs), *nodes.runs)
+    wait_for(lambda: all("waiting for batches" in run.log for run in nodes.runs), "the wait", *nodes.runs)
     publish_journal(nodes.run_dir, (1, 2))
     nodes.wait_for_step(2)
     os.kill(nodes.runs[1].pid, signal.SIGTERM)
