@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -107,8 +106,7 @@ class Program:
         """Leave in `case` what there is when the run is killed."""
         run = self.start(case, fault=self.fault)
         wait_for(lambda: self.is_held(case), f"the middle of {self.name}", run)
-        os.kill(run.pid, signal.SIGKILL)
-        run.wait()
+        run.kill()
         assert not survivors(RunDir(case / "run"), set())
         (case.parent / "released").touch()
 

@@ -3,6 +3,8 @@
 import atexit
 import functools
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,6 +55,12 @@ class Run:
         """Wait for its end. Raises `TimeoutError`: it still runs."""
         self.fork.wait(timeout_s)
         return self
+
+    def kill(self) -> None:
+        """Kill it, and what dies with it, unless it has ended."""
+        if not self.has_ended:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
 
 
 def wait_for(condition: Callable[[], object], what: str, *runs: Run) -> None:

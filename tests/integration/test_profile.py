@@ -53,8 +53,7 @@ def test_a_kill_tears_nothing_a_stop_records(tmp_path: Path, tiny_model: Callabl
     flags = (*flags, "--ckpt.resume-step", "auto")
     killed = shared_commands().sft(output, model, sft_data, *flags)
     wait_for_step(4, killed)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
+    killed.kill()
     run_dir = RunDir(output)
     assert run_dir.profiles() == []
     before = last_step(run_dir)

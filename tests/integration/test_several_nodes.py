@@ -84,8 +84,7 @@ def nodes(tmp_path: Path, tiny_model: Models, sft_data: Path) -> Iterator[Nodes]
     made = Nodes(tmp_path / "run", "sft", sft_command(tmp_path / "run", tiny_model(dropout=0.1), sft_data, *flags)[1:])
     yield made
     for run in made.runs:
-        if not run.has_ended:
-            os.kill(run.pid, signal.SIGKILL)
+        run.kill()
 
 
 def test_two_nodes_compute_what_two_ranks_of_one_do(nodes: Nodes, of_one_node: Nodes) -> None:
@@ -129,8 +128,7 @@ def test_what_is_killed_on_one_node_heals_on_all(
     nodes.start_all()
     nodes.wait_for_step(5)
     if what == "command":
-        os.kill(nodes.runs[node].pid, signal.SIGKILL)
-        nodes.runs[node].wait(HANG_S)
+        nodes.runs[node].kill()
         nodes.start(node)  # by the same command
     else:
         (nodes.trainer(node) if what == "trainer" else nodes.trainer(node).children()[0]).kill()
@@ -146,7 +144,7 @@ def test_a_node_that_does_not_come_back_ends_the_others(nodes: Nodes) -> None:
     nodes.start_all("--parallel.rdzv-timeout-s", "10")
     nodes.wait_for_step(5)
     gone, left = nodes.runs
-    os.kill(left.pid, signal.SIGKILL)
+    left.kill()
     assert gone.wait(HANG_S).code == 3
     assert "waited in vain for 10 s" in gone.log and "1 of 2 nodes are here" in gone.log
 

@@ -82,8 +82,7 @@ def start(tmp_path: Path, model: Path, sft_data: Path) -> Iterator[Start]:
 
     yield run
     for live in made:
-        if not live.run.has_ended:
-            os.kill(live.run.pid, signal.SIGKILL)
+        live.run.kill()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,17 +31,6 @@ Start = Callable[..., Run]
 _ENDLESS = ("--max-steps", "100000", "--optim.schedule-steps", "100", "--ckpt.interval", "20")
 
 
-@contextmanager
-def _ended(run: Run) -> Iterator[Run]:
-    """Kill the launcher, and what dies with it, however the test ends."""
-    try:
-        yield run
-    finally:
-        if not run.has_ended:
-            os.kill(run.pid, signal.SIGKILL)
-            run.wait()
-
-
 @pytest.fixture
 def start(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path) -> Iterator[Start]:
     """Return a function that starts an endless run, in a directory by that name."""
@@ -49,7 +38,8 @@ def start(tmp_path: Path, tiny_model: ModelFactory, sft_data: Path) -> Iterator[
 
         def begin(name: str, *flags: str) -> Run:
             run = shared_commands().sft(tmp_path / name, tiny_model(weights=False), sft_data, *_ENDLESS, *flags)
-            return stack.enter_context(_ended(run))
+            stack.callback(run.kill)
+            return run
 
         yield begin
 
@@ -60,8 +50,7 @@ def test_prometheus_reads_a_run_and_its_resume(start: Start, monkeypatch: pytest
     flags = ("--tracking.backends", "prometheus", "--data.validation-fraction", "0.2", "--val-interval", "5")
     run = start("run", *flags)
     scraped_when(port, lambda found: "holdfast_step" in found.samples and found.value("holdfast_step") >= 20)
-    os.kill(run.pid, signal.SIGKILL)
-    run.wait()
+    run.kill()
     with pytest.raises(OSError):
         scrape(port)
     again = start("run", *flags, "--ckpt.resume-step", "latest")
