@@ -36,8 +36,7 @@ class Trainers:
         the trainer.
         """
         config = self.write_config(name, **settings)
-        run = _start(config, until="prepared").wait()
-        assert run.code == 0, run.log
+        run = _start(config, until="prepared").succeed()
         shutil.copytree(self._journal, run.output / "rollouts", dirs_exist_ok=True)
         return config
 

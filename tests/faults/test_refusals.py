@@ -111,8 +111,7 @@ def test_a_step_that_may_not_be_read_is_not_passed_over(start: Start, output: Pa
 
 def test_saves_go_by_step_and_not_by_a_clock_that_runs_backwards(start: Start, output: Path) -> None:
     backwards = "import itertools, time\nticks = itertools.count()\ntime.time = lambda: 2e9 - 1e6 * next(ticks)\n"
-    run = start(output, fault=backwards).wait()
-    assert run.code == 0, run.log
+    start(output, fault=backwards).succeed()
     steps = whole_steps(output / "checkpoints")
     assert sorted(steps) == [4, 6] and steps[4].created_unix_s > steps[6].created_unix_s
     os.utime(output / "checkpoints/step_4", (4e9, 4e9))
@@ -132,6 +131,5 @@ def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, outpu
     assert not first.has_ended, "the first was over before the second was refused"
     (tmp_path / "refused").touch()
     assert first.wait().code == 0, first.log
-    straight = start(tmp_path / "straight", *long).wait()
-    assert straight.code == 0, straight.log
+    straight = start(tmp_path / "straight", *long).succeed()
     assert differing(end_state(output, last=20), end_state(straight.output, last=20)) == []

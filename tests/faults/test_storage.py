@@ -41,8 +41,7 @@ def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
 
 @pytest.fixture(scope="module")
 def wanted(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    run = start(tmp_path_factory.mktemp("undisturbed") / "run").wait()
-    assert run.code == 0, run.log
+    run = start(tmp_path_factory.mktemp("undisturbed") / "run").succeed()
     return end_state(run.output)
 
 
@@ -237,8 +236,7 @@ def test_an_io_error_anywhere_in_a_save_fails_it_whole(start: Start, output: Pat
 
 def test_told_to_warn_the_next_save_commits_in_the_same_run(start: Start, wanted: dict[str, Any], output: Path) -> None:
     call, nth = FAILURES["later shard write"]
-    run = start(output, "--ckpt.on-failure", "warn", trainer_fault=failing(output, call, nth=nth)).wait()
-    assert run.code == 0, run.log
+    run = start(output, "--ckpt.on-failure", "warn", trainer_fault=failing(output, call, nth=nth)).succeed()
     assert failed_steps(run.trainer_log) == [4] and saved_steps(run.trainer_log) == [2, 6], run.trainer_log
     assert differing(end_state(output), wanted) == []
 

@@ -56,6 +56,12 @@ class Run:
         self.fork.wait(timeout_s)
         return self
 
+    def succeed(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
+        """Wait for its end, which must be a success."""
+        self.wait(timeout_s)
+        assert self.code == 0, self.log
+        return self
+
     def kill(self) -> None:
         """Kill it, and what dies with it, unless it has ended."""
         if not self.has_ended:

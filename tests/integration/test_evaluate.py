@@ -30,9 +30,7 @@ def start(directory: Path, *flags: str) -> Run:
 
 
 def evaluate(directory: Path, *flags: str) -> str:
-    run = start(directory, *flags).wait(4 * HANG_S)
-    assert run.code == 0, run.log
-    return run.log
+    return start(directory, *flags).succeed(4 * HANG_S).log
 
 
 def lines_of(directory: Path) -> list[bytes]:
@@ -43,8 +41,7 @@ def lines_of(directory: Path) -> list[bytes]:
 @pytest.mark.engine
 def test_an_evaluation_starts_vllm_and_ends_it(tmp_path: Path) -> None:
     argv = [*POLICY, *SMALL, "--output-dir", str(tmp_path / "asked")]
-    run = shared_commands().start("evaluate", tmp_path / "asked", argv, engine="vllm").wait(4 * HANG_S)
-    assert run.code == 0, run.log
+    shared_commands().start("evaluate", tmp_path / "asked", argv, engine="vllm").succeed(4 * HANG_S)
     assert 0.2 < summary_in(tmp_path / "asked").environments["reverse_text"].estimates["avg@4"].value < 1
     assert not [one for one in psutil.process_iter() if str(tmp_path) in " ".join(command_line(one))]
 

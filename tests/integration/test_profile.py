@@ -19,9 +19,7 @@ def test_two_profiled_ranks_keep_their_bits(tmp_path: Path, tiny_model: Callable
     model = tiny_model(weights=False)
 
     def train(name: str, *flags: str) -> Run:
-        run = shared_commands().sft(tmp_path / name, model, sft_data, *flags, ranks=2).wait()
-        assert run.code == 0, run.log
-        return run
+        return shared_commands().sft(tmp_path / name, model, sft_data, *flags, ranks=2).succeed()
 
     train("plain", "--max-steps", "4")
     run = train("profiled", "--max-steps", "4", "--profile", "2:3", "--ckpt.interval", "2")

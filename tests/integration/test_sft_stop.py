@@ -89,8 +89,7 @@ def start(tmp_path: Path, model: Path, sft_data: Path) -> Iterator[Start]:
 def straight_on_two(model: Path, sft_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of two ranks that nobody stops."""
     output = tmp_path_factory.mktemp("straight") / "run"
-    run = shared_commands().sft(output, model, sft_data, *FLAGS, "--ckpt", ranks=2).wait()
-    assert run.code == 0, run.log
+    run = shared_commands().sft(output, model, sft_data, *FLAGS, "--ckpt", ranks=2).succeed()
     assert run.log.count("loading model") == 1, "the first rank shows the phases of all"
     return output
 
