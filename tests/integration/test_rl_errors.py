@@ -1,7 +1,6 @@
 """What goes wrong in a run is told in one message, and nothing is lost or broken by it."""
 
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.integration.conftest import UsedServer
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete
-from tests.servers.quick_server import QuickServer
+from tests.servers.quick_server import served
 
 pytestmark = pytest.mark.launch
 
@@ -75,10 +74,8 @@ def foreign_port() -> Iterator[int]:
     """The port of a server that says hello to everything."""
     app = FastAPI()
     app.get("/{path:path}")(lambda: "hello")
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = QuickServer(app, listener)
-    yield listener.getsockname()[1]
-    server.end()
+    with served(app) as url:
+        yield int(url.rpartition(":")[2])
 
 
 def test_a_port_in_use_by_something_else_ends_the_run_before_it_starts(foreign_port: int, tmp_path: Path) -> None:

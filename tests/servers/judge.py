@@ -6,7 +6,6 @@ each answer.
 import asyncio
 import hashlib
 import json
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from tests.servers.quick_server import QuickServer
+from tests.servers.quick_server import served
 
 Body = dict[str, Any]
 
@@ -73,13 +72,9 @@ class FakeJudge:
 @contextmanager
 def judge_serving(judge: FakeJudge) -> Iterator[FakeJudge]:
     """Serve it on a port of its own, and fill in its `url`."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    judge.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    server = QuickServer(judge.app(), listener)
-    try:
+    with served(judge.app(), at_once=True) as url:
+        judge.url = f"{url}/v1"
         yield judge
-    finally:
-        server.end(at_once=True)
 
 
 def _main(port: int, asked: Path) -> None:

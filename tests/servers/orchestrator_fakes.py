@@ -7,11 +7,10 @@ import hashlib
 import inspect
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +28,7 @@ from holdfast.run import atomic, journal, manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
 from tests.runs.processes import HANG_S, command_line
-from tests.servers.quick_server import QuickServer
+from tests.servers.quick_server import served
 
 MODEL = "examples/reverse_text/base"
 STOP_TOKEN = 3
@@ -216,16 +215,10 @@ class FakeEngine:
 @contextmanager
 def serving(*engines: FakeEngine) -> Iterator[None]:
     """Serve the engines on ports of their own, and fill in their `url`."""
-    running = []
-    for engine in engines:
-        listener = socket.create_server(("127.0.0.1", 0))
-        engine.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        running.append(QuickServer(engine.app(), listener))
-    try:
+    with ExitStack() as stack:
+        for engine in engines:
+            engine.url = stack.enter_context(served(engine.app()))
         yield
-    finally:
-        for server in running:
-            server.end()
 
 
 def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -36,3 +38,14 @@ class QuickServer(uvicorn.Server):
             connection.shutdown()
         while (self.server_state.connections or self.server_state.tasks) and not self.force_exit:
             await asyncio.sleep(0.002)
+
+
+@contextmanager
+def served(app: Any, *, at_once: bool = False) -> Iterator[str]:
+    """Serve an application at a port of its own, and give its URL. `at_once`: leave unanswered what is asked then."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = QuickServer(app, listener)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.end(at_once=at_once)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from fastapi import FastAPI, Response
 
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.errors import ConfigError, DataError
-from tests.servers.quick_server import QuickServer
+from tests.servers.quick_server import served
 
 LOAD = """
 import sys, time
@@ -33,7 +32,7 @@ except HoldfastError as error:
 def hub(files: dict[str, bytes], *, fails: set[str] = frozenset()) -> Iterator[str]:
     """Serve one model as the hub does; for `fails` it answers 503."""
 
-    app, listener = FastAPI(), socket.create_server(("127.0.0.1", 0))
+    app = FastAPI()
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD"])
     def answer(path: str) -> Response:
@@ -46,11 +45,8 @@ def hub(files: dict[str, bytes], *, fails: set[str] = frozenset()) -> Iterator[s
             return Response(status_code=404, headers=headers | {"X-Error-Code": "EntryNotFound"})
         return Response(content, headers=headers)
 
-    server = QuickServer(app, listener)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.end()
+    with served(app) as url:
+        yield url
 
 
 def load(endpoint: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from holdfast.launcher.liveness import Health, LivenessMonitor, place_of_beats
 from holdfast.process.heartbeat import HEARTBEAT_ENV, does, meanwhile, start_heartbeat
 from holdfast.process.noted_end import Ending
 from tests.runs.processes import wait_until
-from tests.servers.quick_server import QuickServer
+from tests.servers.quick_server import served
 
 PERIOD_S = 0.1
 _BEAT = (
@@ -173,17 +172,16 @@ def test_a_place_of_beats_of_others_is_not_used(tmp_path: Path, monkeypatch: pyt
 @pytest.fixture
 def health() -> Iterator[SimpleNamespace]:
     """A route that answers with a `status`, after `delay_s`."""
-    app, listener = FastAPI(), socket.create_server(("127.0.0.1", 0))
-    route = SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}/health", status=200, delay_s=0.0)
+    app, route = FastAPI(), SimpleNamespace(status=200, delay_s=0.0)
 
     @app.get("/health")
     async def answer() -> Response:
         await asyncio.sleep(route.delay_s)
         return Response(status_code=route.status)
 
-    server = QuickServer(app, listener)
-    yield route
-    server.end()
+    with served(app) as url:
+        route.url = f"{url}/health"
+        yield route
 
 
 def test_an_engine_that_beats_but_is_not_well_is_silent(tmp_path: Path, health: SimpleNamespace) -> None:
