@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from holdfast.config import InferenceConfig
 from holdfast.process.child import LAUNCHER_ENV, heavy_imports
@@ -40,8 +40,8 @@ class ServerHandle:
         self.log_path = process.log_path
         self._process = process
 
-    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return when `/health` says 200. Raises `RuntimeError`: the server ended, or took longer than `timeout_s`."""
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> Self:
+        """Return it when `/health` says 200. Raises `RuntimeError`: it ended, or took longer than `timeout_s`."""
         import httpx
 
         deadline = time.monotonic() + timeout_s
@@ -49,7 +49,7 @@ class ServerHandle:
             while time.monotonic() < deadline:
                 try:
                     if client.get(f"{self.url}/health").status_code == 200:
-                        return
+                        return self
                 except httpx.TransportError:
                     pass
                 try:

@@ -55,8 +55,7 @@ class UsedServer:
 @pytest.fixture(scope="session")
 def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
     """The server that most runs use, one after the other: the stub engine."""
-    handle = start_server("stub", _config(), tmp_path_factory.mktemp("rl_server") / "inference.log")
-    handle.wait_ready()
+    handle = start_server("stub", _config(), tmp_path_factory.mktemp("rl_server") / "inference.log").wait_ready()
     yield UsedServer(handle)
     handle.terminate()
 
@@ -64,8 +63,7 @@ def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
     """The same with vLLM."""
-    handle = start_server("vllm", _config(), tmp_path_factory.mktemp("vllm_server") / "inference.log")
-    handle.wait_ready()
+    handle = start_server("vllm", _config(), tmp_path_factory.mktemp("vllm_server") / "inference.log").wait_ready()
     yield UsedServer(handle)
     handle.terminate()
 

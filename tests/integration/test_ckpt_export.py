@@ -121,8 +121,7 @@ def test_an_export_loads_in_transformers_with_the_trainers_logits(run_dir: RunDi
 
 @pytest.mark.engine
 def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
-    server = shared_engines().start(config_of(masters), tmp_path / "inference.log")
-    server.wait_ready()
+    server = shared_engines().start(config_of(masters), tmp_path / "inference.log").wait_ready()
     prompt = [5, 17, 40, 41, 9, 66]
     body = {"token_ids": prompt, "seeds": [1], "max_tokens": 16}
     answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=HANG_S).raise_for_status().json()

@@ -42,9 +42,7 @@ def _start(
     engine: Engine, model: Path, log_path: Path, *, server: Mapping[str, Any] | None = None, **settings: Any
 ) -> ServerHandle:
     config = config_of(model, max_len=MAX_LEN, server=server, **settings)
-    handle = start_server(engine, config, log_path)
-    handle.wait_ready()
-    return handle
+    return start_server(engine, config, log_path).wait_ready()
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +116,7 @@ def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
     model = _write_experts(directory) if has_experts else write_model(directory, seed=0, tied=True, width=2304)
     config = config_of(model, max_len=MAX_LEN, **more)
     config.engine.threads = threads
-    server = start_server("vllm", config, tmp_path / "inference.log")
-    server.wait_ready()
+    server = start_server("vllm", config, tmp_path / "inference.log").wait_ready()
     with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         seeds = [3, 1, 2**40]
         alone = [_choices(client, seeds=[seed])[0] for seed in seeds]

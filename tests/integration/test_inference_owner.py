@@ -33,9 +33,7 @@ def start(
 ) -> ServerHandle:
     """Start a server whose owner keeps it however late a test is, unless it is told otherwise."""
     config = config_of(models / "a", server={"lease_s": lease_s})
-    server = start_server(engine, config, directory / "inference.log", owner=owner)
-    server.wait_ready()
-    return server
+    return start_server(engine, config, directory / "inference.log", owner=owner).wait_ready()
 
 
 @pytest.fixture(scope="module")

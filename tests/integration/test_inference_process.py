@@ -131,8 +131,7 @@ def test_weights_that_no_file_sets_end_the_server_with_their_name(tmp_path: Path
 
 def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)})
-    server.wait_ready()
+    server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)}).wait_ready()
     phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
     assert phases == ["loading vllm", "starting the engine", "ready"]
     assert server.log().count(f'ready: {server.url}/v1, model "{model}"\n') == 1
@@ -198,8 +197,7 @@ def test_a_model_that_cannot_be_read_is_the_fault_of_the_storage(model: Path, tm
 
 
 def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, tmp_path: Path) -> None:
-    server = _start(model, tmp_path)
-    server.wait_ready()
+    server = _start(model, tmp_path).wait_ready()
     _engine(server).kill()
     assert server.wait(HANG_S) == 75
     assert "the engine died (EngineCore ended with signal SIGKILL)" in server.log()
@@ -265,8 +263,7 @@ def test_what_vllm_refuses_in_a_configuration_is_told_whole(model: Path, tmp_pat
 
 def test_a_failed_swap_ends_the_server(model: Path, tmp_path: Path) -> None:
     sabotage = "import holdfast.inference.worker as w; w.finalize_layerwise_reload = lambda *a: 1 / 0"
-    server = _start(model, tmp_path, sabotage=sabotage)
-    server.wait_ready()
+    server = _start(model, tmp_path, sabotage=sabotage).wait_ready()
     try:
         response = httpx.post(f"{server.url}/update_weights", json={"path": str(model), "version": 1}, timeout=HANG_S)
         assert response.status_code >= 500
@@ -304,8 +301,7 @@ def test_an_engine_that_takes_weights_says_for_how_long_it_may_not_answer(model:
 def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare", seed=0, tied=True, weights=False)
     config = config_of(bare, load="dummy", server={"health_timeout_s": 0.5})
-    server = shared_engines().start(config, tmp_path / "inference.log")
-    server.wait_ready()
+    server = shared_engines().start(config, tmp_path / "inference.log").wait_ready()
     engine = _engine(server)
     engine.suspend()
     try:
@@ -319,8 +315,7 @@ def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None
 
 
 def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: Path) -> None:
-    server = _start(model, tmp_path, server={"host": "0.0.0.0"}, env={"HOLDFAST_ADMIN_TOKEN": "s3cret"})
-    server.wait_ready()
+    server = _start(model, tmp_path, server={"host": "0.0.0.0"}, env={"HOLDFAST_ADMIN_TOKEN": "s3cret"}).wait_ready()
     update = {"path": str(model), "version": 1}
     get, post = (functools.partial(one, timeout=HANG_S) for one in (httpx.get, httpx.post))
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
@@ -353,8 +348,7 @@ os.register_at_fork(after_in_child=lambda: os._exit(1))  # an engine that is for
 
 
 def test_an_engine_that_is_spawned_as_on_gpus_ends_with_its_server(model: Path, tmp_path: Path) -> None:
-    server = _start(model, tmp_path, sabotage=_SPAWNS)
-    server.wait_ready()
+    server = _start(model, tmp_path, sabotage=_SPAWNS).wait_ready()
     children = [_engine(server), *psutil.Process(server.pid).children(recursive=True)]
     assert server.kill() == -signal.SIGKILL
     for child in children:

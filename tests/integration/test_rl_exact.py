@@ -191,8 +191,7 @@ def test_truncated_sampling_is_trained_as_it_was_sampled(rl_server: UsedServer, 
 
 def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
     """An engine that takes `MAX_TOKENS` in all is asked for fewer of them, and one to sample."""
-    handle = start_server("stub", config_of(MODEL, max_len=MAX_TOKENS), tmp_path / "inference.log")
-    handle.wait_ready()
+    handle = start_server("stub", config_of(MODEL, max_len=MAX_TOKENS), tmp_path / "inference.log").wait_ready()
     try:
         lengths = ("--inference.model.max-len", str(MAX_TOKENS), "--orchestrator.seq-len", str(MAX_TOKENS))
         run = succeeded(tmp_path / "run", *UsedServer(handle).flags, *lengths, "--max-steps", "1")

@@ -69,8 +69,7 @@ def test_an_error_that_was_told_is_never_started_again(rl_server: UsedServer, tm
 
 def test_one_of_two_named_servers_may_be_dead(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
     """Nobody starts it again, so the run ends with the other one."""
-    dying = start_server("stub", config_of(MODEL), tmp_path / "dying.log")
-    dying.wait_ready()
+    dying = start_server("stub", config_of(MODEL), tmp_path / "dying.log").wait_ready()
     urls = json.dumps([dying.url, rl_server.handle.url])
     flags, held = ("--orchestrator.client.urls", urls), at_start(held_after(8, until=exists(tmp_path / "dead")))
     try:
