@@ -149,15 +149,6 @@ def test_a_node_that_does_not_come_back_ends_the_others(nodes: Nodes) -> None:
     assert "waited in vain for 10 s" in gone.log and "1 of 2 nodes are here" in gone.log
 
 
-def test_what_is_wrong_on_the_node_that_leads_ends_all(nodes: Nodes) -> None:
-    nodes.run_dir.create()
-    nodes.run_dir.metrics.write_text('{"step": 1}\n')  # of a run whose settings are not there
-    nodes.start_all()
-    assert nodes.wait() == [2, 2]
-    assert all("already holds a run" in run.log for run in nodes.runs)
-    assert "the run has ended on node" in nodes.runs[1].log
-
-
 def test_without_checkpoints_a_death_ends_all(tmp_path: Path, tiny_model: Models, sft_data: Path) -> None:
     argv = sft_command(tmp_path / "run", tiny_model(), sft_data, "--max-steps", "1000")[1:]
     nodes = Nodes(tmp_path / "run", "sft", argv)
