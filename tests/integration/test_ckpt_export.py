@@ -27,7 +27,7 @@ from tests.conftest import ModelFactory
 from tests.forking.engines import config_of, shared_engines
 from tests.models.served import reference_logprobs, write_model
 from tests.runs.processes import HANG_S
-from tests.runs.training import run_sft
+from tests.runs.training import run_sft, succeeded
 
 pytestmark = [pytest.mark.ranks, pytest.mark.launch]
 
@@ -42,10 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, model: Path, sft_data: Path) -> RunDir:
     flags = ("--max-steps", str(STEPS), "--ckpt.interval", "1", "--parallel.num-ranks", "2")
+    flags = (*flags, "--model.dtype", "bfloat16", "--model.init", "pretrained")
     output = tmp_path_factory.mktemp("run") / "run"
-    run = run_sft(output, model, sft_data, "--model.dtype", "bfloat16", "--model.init", "pretrained", *flags)
-    assert run.code == 0, run.output
-    return run.run_dir
+    return succeeded(run_sft(output, model, sft_data, *flags)).run_dir
 
 
 @dataclass(frozen=True)
@@ -176,9 +175,7 @@ def experts(tiny_model: ModelFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_of_experts(tmp_path_factory: pytest.TempPathFactory, experts: Path, sft_data: Path) -> RunDir:
     flags = ("--model.init", "pretrained", "--max-steps", "2", "--ckpt", "--parallel.num-ranks", "2")
-    run = run_sft(tmp_path_factory.mktemp("run") / "run", experts, sft_data, *flags)
-    assert run.code == 0, run.output
-    return run.run_dir
+    return succeeded(run_sft(tmp_path_factory.mktemp("run") / "run", experts, sft_data, *flags)).run_dir
 
 
 def test_sft_publishes_original_names_with_its_checkpoints_values(run_of_experts: RunDir, experts: Path) -> None:
