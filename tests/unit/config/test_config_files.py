@@ -185,7 +185,6 @@ def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
     [
         ("seed = " + "1" * 10_000, "is not valid TOML: Exceeds the limit"),
         ("x = " + "[" * 100_000 + "]" * 100_000, "nested too deeply|not valid TOML"),
-        ("a." * 50_000 + "b = 1", "nested too deeply|not valid TOML"),
         ("[" + ".".join("a" * 50_000) + "]\nb = 1", "nested too deeply|not valid TOML"),
         ("seed = true", "'seed' should be a number, not true or false, got true"),
         ("[optim]\nbetas = [0.9, 1]", "'optim.betas' should be two numbers from 0 on and below 1"),
@@ -198,7 +197,7 @@ def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
         ('output_dir = "a\\u0000b"', "'output_dir' must not hold the character NUL"),
         ('[tracking]\ntags = ["a\\u0000b"]', "'tracking.tags' must not hold the character NUL"),
     ],
-    ids=["int", "array", "key", "table", "betas", "slow", "host", "bool", "float", "inf", "nan", "NUL", "path", "list"],
+    ids=["int", "array", "table", "betas", "slow", "host", "bool", "float", "inf", "nan", "NUL", "path", "list"],
 )
 def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, content: str, said: str) -> None:
     message = refused("@", write("strange.toml", content))

@@ -32,16 +32,10 @@ TRL = {
     "warmup_ratio": ("Here optim.warmup_steps counts",) * 3,
     "num_train_epochs": ("epochs", "epochs", "Here a run has max_steps"),
     "per_device_train_batch_size": ("data.micro_batch_size", "data.micro_batch_size", "Here a batch is"),
-    "max_length": ("data.seq_len", "data.seq_len", "orchestrator.seq_len"),
     "packing": ("data.pack", "data.pack", "Here rows always"),
-    "lora_target_modules": (
-        "model.lora.target_modules", "model.lora.target_modules", "trainer.model.lora.target_modules"
-    ),
-    "eval_steps": ("val_interval", "val_interval", "eval.interval"),
     "save_steps": ("ckpt.interval",) * 3,
     "push_to_hub": ("Here nothing is uploaded",) * 3,
     "beta": ("", "loss.beta", "trainer.kl.coef"),
-    "loss_type": ("", "loss.type", "trainer.loss.type"),
     "max_completion_length": ("", "", "orchestrator.sampling.max_tokens"),
     "reward_funcs": ("Here tasks",) * 3,
 }  # fmt: skip
@@ -49,15 +43,11 @@ TRL = {
 # Keys of prime-rl: what `rl` says.
 PRIME_RL = {
     "orchestrator.batch_size": "Here a batch is",
-    "orchestrator.rollouts_per_example": "orchestrator.group_size",
     "max_async_level": "async_level",
-    "wandb": "tracking.backends",
     "wandb.project": "tracking.project",
     "trainer.model.tp": "Here the trainer has no tensor",
-    "inference.parallel.tp": "inference.engine.tensor_parallel_size",
     "val.interval": "",
     "trainer.optim.learning_rate": "trainer.optim.lr",
-    "trainer.data.micro_batch_size": "Here the trainer packs",
     "bench": "",
 }
 
