@@ -128,9 +128,9 @@ class Measurement:
         publisher, taken, raw, more = self._publishers[dtype], list[float](), list[float](), list[int]()
         size, trainer = 0, psutil.Process()
         with Copies() as copies:
-            before = trainer.io_counters().write_chars
+            before = io_bytes(trainer, "wchar")
             publisher.publish(rounds + 1)
-            wrote = trainer.io_counters().write_chars - before
+            wrote = io_bytes(trainer, "wchar") - before
         publisher.prune(set())
         for version in range(rounds + 1):
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
@@ -197,7 +197,12 @@ def serving(model: Path, directory: Path, *, threads: int) -> Iterator[tuple[str
 def read_bytes(server: psutil.Process | None) -> int:
     """Return how many bytes a server and its children have got by system calls for reading."""
     processes = [server, *server.children(recursive=True)] if server else []
-    return sum(process.io_counters().read_chars for process in processes)
+    return sum(io_bytes(process, "rchar") for process in processes)
+
+
+def io_bytes(process: psutil.Process, counter: str) -> int:
+    """Return how many bytes a process has got (`rchar`) or given (`wchar`) by system calls."""
+    return int(Path(f"/proc/{process.pid}/io").read_text().partition(f"{counter}:")[2].split()[0])
 
 
 def peak_bytes(process: psutil.Process) -> int:

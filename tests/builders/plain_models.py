@@ -45,14 +45,14 @@ def copy_with_other_tokens(model: Path, target: Path) -> Path:
     return target
 
 
-def write_reward_model(directory: Path, source: Path, *, num_labels: int = 1, seed: int = 5) -> PreTrainedModel:
+def write_reward_model(directory: Path, source: Path, *, num_labels: int = 1) -> PreTrainedModel:
     """Write a reward model of the shape of `source` with a random head, as transformers does, and return it."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(source, num_labels=num_labels)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(5)
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation="eager")
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):

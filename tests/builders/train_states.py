@@ -56,9 +56,9 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def fill(model: PreTrainedModel, *, seed: int = 1) -> None:
+def fill(model: PreTrainedModel) -> None:
     """Give what is trained of a model random values, under which adapters matter."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in trained_tensors(model).values():
             local = local_part(tensor)

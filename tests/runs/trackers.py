@@ -50,13 +50,12 @@ class TrackedDirectory:
         self.run_dir.configs(attempt).mkdir(parents=True, exist_ok=True)
         (self.run_dir.configs(attempt) / "sft.toml").write_text(text)
 
-    def train(self, *steps: int, offset: float = 0.0) -> None:
-        """Append the lines of steps: a loss that says which step and which way it is, and a value that is no number."""
+    def train(self, *steps: int) -> None:
+        """Append the lines of steps: a loss that says which step it is, and a value that is no number."""
         with open(self.run_dir.metrics, "a") as file:
             for step in steps:
-                file.write(
-                    json.dumps({"step": step, "loss": step + offset, "eval/sort/avg@4": 0.5, "bad": None}) + "\n"
-                )
+                line = {"step": step, "loss": float(step), "eval/sort/avg@4": 0.5, "bad": None}
+                file.write(f"{json.dumps(line)}\n")
 
     def go_back(self, step: int) -> None:
         """Replace the lines as a resume does."""
@@ -87,11 +86,11 @@ class TrackedDirectory:
         """What a tracker has of the runs of this directory."""
         return _READERS[tracker](self, metric)
 
-    def tell(self, attempt: int, phase: str, *, step: int, process: str = "trainer") -> None:
+    def tell(self, attempt: int, phase: str, *, step: int) -> None:
         self._events += 1
         path = self.run_dir.logs(attempt) / "events.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        event = {"time": 100.0 + self._events, "process": process, "phase": phase, "step": step}
+        event = {"time": 100.0 + self._events, "process": "trainer", "phase": phase, "step": step}
         with open(path, "a") as file:
             file.write(json.dumps(event) + "\n")
 
@@ -207,13 +206,9 @@ def _in_trackio(run: TrackedDirectory, metric: str) -> Steps:
     own = run.run_dir.run_id()
     return {
         name: [(step, loss) for step, loss in steps]
-        for name, steps in sorted(found.items(), key=_by_length)
+        for name, steps in sorted(found.items(), key=lambda item: len(item[0]))  # of another way: a number behind it
         if own in name
     }
-
-
-def _by_length(item: tuple[str, object]) -> int:
-    return len(item[0])  # that of another way has a number behind it
 
 
 _READERS: dict[str, Callable[[TrackedDirectory, str], Steps]] = {

@@ -22,11 +22,11 @@ OPTIM = {"optim.lr": 1e-3, "optim.schedule": "constant"}
 PAIRS = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "preferences.jsonl"
 
 
-def write_data(path: Path, *, count: int = 60) -> Path:
+def write_data(path: Path) -> Path:
     """Write ragged samples of text and reversed text, and return the file."""
     generator = random.Random(0)
     with open(path, "w") as file:
-        for _ in range(count):
+        for _ in range(60):
             text = "".join(generator.choices("abcdefgh", k=generator.randint(1, 12)))
             file.write(json.dumps({"prompt": f"{text}>", "completion": text[::-1]}) + "\n")
     return path
