@@ -346,6 +346,7 @@ def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Pat
             fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             pushed = pool.submit(client.push, slow)
             wait_until(lambda: is_wanted.is_set() or pushed.done())
+            assert not pushed.done(), pushed.result().text
             _assert_logprobs(client.models / "a", client.generate())
             beat = _wait_for_beat(client.models / "beat", f"reading policy version {version}")
             assert (beat.bound_s, beat.answers) == (1800.0, True)

@@ -10,8 +10,8 @@ from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME
 from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
-from tests.forking.commands import Run, shared_commands
-from tests.runs.processes import HANG_S, WITH_STUB_ENGINE, wait_until
+from tests.forking.commands import Run, shared_commands, wait_for
+from tests.runs.processes import HANG_S, WITH_STUB_ENGINE
 from tests.runs.trackers import TrackedDirectory
 
 pytestmark = pytest.mark.launch
@@ -40,7 +40,7 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
     run_dir = RunDir(tmp_path / "run")
     run = started(run_dir.path, *ASKS, *TRACKED)
     # The command dies while the first step is evaluated, and takes everything along.
-    wait_until(lambda: run_dir.evaluation(0).exists() or run.has_ended, "the first evaluation")
+    wait_for(lambda: run_dir.evaluation(0).exists(), "the first evaluation", run)
     run.kill()
     assert ends(run.pid), run.log
     again = started(run_dir.path, *ASKS, *TRACKED, "--ckpt.resume-step", "auto", log="second").succeed(2 * HANG_S)

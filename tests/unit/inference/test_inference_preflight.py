@@ -3,10 +3,12 @@
 import ast
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +17,7 @@ from holdfast.config.base import is_loopback
 from holdfast.config.inference import ServerConfig
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import ConfigError, DataError
+from holdfast.inference import main
 from holdfast.inference.main import _read_arguments as read_arguments
 from holdfast.inference.main import bind, check, required_token, resolve_model
 from holdfast.orchestrator.client.http import HttpTransport
@@ -155,3 +158,12 @@ def test_on_gpus_nothing_of_that_is_exported() -> None:
     }
     assert exported("cuda", engine={"threads": 4})["OMP_NUM_THREADS"] == "4"
     assert exported("cuda", deterministic=True)["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_a_taken_port_is_told_before_vllm_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "require_vllm", lambda: "cpu")
+    monkeypatch.setattr(main, "heavy_imports", Mock(side_effect=AssertionError("it imports vLLM")))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = InferenceConfig.model_validate({"server": {"port": taken.getsockname()[1]}})
+        with pytest.raises(ConfigError, match="cannot listen on .*: Address already in use"):
+            main.run(config)

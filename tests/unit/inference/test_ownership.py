@@ -78,3 +78,13 @@ def test_the_same_run_and_the_next_in_its_directory_take_it_at_once(ownership: O
     ownership.release(Owner("begun anew", "node:/moved"))
     ownership.claim(None)
     assert owner(ownership) is None, "who names no run owns nothing"
+
+
+def test_a_server_of_one_run_is_that_of_no_other_for_good(clock: Clock) -> None:
+    ownership = Ownership(LEASE_S, reserved=MINE, clock=clock)
+    clock.now += 100 * LEASE_S
+    ownership.release(MINE)
+    with pytest.raises(RequestError, match="was started for that run alone"):
+        ownership.claim(OTHER)
+    status = ownership.status()
+    assert status is not None and (status.run_id, status.lease_s) == ("mine", None)

@@ -93,6 +93,8 @@ def test_what_cannot_be_sent_is_told(run: TrackedDirectory, monkeypatch: pytest.
         check_tracker("wandb", key="tracking.backends")
     with pytest.raises(ConfigError, match="holds no run"):
         track([str(run.run_dir.path / "configs")])
+    with pytest.raises(ConfigError, match="no tracking in its settings"):
+        track([str(run.run_dir.path)])
     for flags, said in (
         (("--project", ""), "tracking.project String should have at least 1 character"),
         (("--name", "\udcff"), "tracking.name must be text in UTF-8"),

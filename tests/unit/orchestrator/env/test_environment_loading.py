@@ -81,6 +81,7 @@ def seed(index: int, *, run_seed: int = 0, environment: str = "env") -> TaskSeed
         (f"{__name__}:NeedsWord", {"word": "bad"}, EnvironmentFailure, "constructor: RuntimeError: no such word"),
         ("jsonl", {"path": "x.jsonl", "scorer": "exakt"}, ConfigError, "no scorer 'exakt'. Did you mean 'exact'"),
         ("jsonl", {"path": "x.jsonl", "scorer": "regex"}, ConfigError, "`pattern` belongs to scorer 'regex'"),
+        ("jsonl", {"path": "x.jsonl", "scorer": "exact", "pattern": "x"}, ConfigError, "`pattern` belongs to scorer"),
         ("jsonl", {"path": "x.jsonl", "scorer": "regex", "pattern": "("}, ConfigError, "not a regular expression"),
     ],
 )
@@ -196,6 +197,7 @@ def test_jsonl_lines_end_where_those_of_json_do(tmp_path: Path) -> None:
     [
         ("broken_games:Knock", EnvironmentFailure, r"RuntimeError: out of order \(.*broken_games.py:1\)"),
         ("nameless_games:Knock", EnvironmentFailure, r"ModuleNotFoundError: gone \(.*nameless_games.py:1\)$"),
+        ("games.py:Knock", ConfigError, "A file is named by its module, without .py.*'games:Knock'"),
         ("games:Knok", ConfigError, "games has no environment 'Knok'. Did you mean 'Knock'"),
     ],
 )

@@ -270,6 +270,7 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> 
         ({"messages": [{"role": "user"}]}, "`role` and `content`"),
         ({"messages": ["hello"]}, "`role` and `content`"),
         ({"prompt": "a", "completion": [HELLO]}, "both text or both lists"),
+        ({"prompt": [USER], "completion": "ba"}, "both text or both lists"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "`from` is 'robot'; known are"),
         ({"conversations": [{"said": "x"}]}, "message 1: a turn needs `from` and `value`"),
         ({"instruction": ["x"], "output": "y"}, "`instruction` must be text"),

@@ -284,9 +284,17 @@ def beside(name: str, text: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_text(text)
 
 
+def in_several_files(directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    (directory / "model.safetensors").unlink()
+    model.save_pretrained(directory, max_shard_size="20kB")
+    assert len(list(directory.glob("*.safetensors"))) > 2
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (in_several_files, None),
         (beside("model.safetensors.index.json", '{"metadata": {}, "weight_map": {}}'), None),
         (beside("adapter_config.json", "{}"), r"holds both a model and adapter_config\.json"),
         # As files of a decoder without its head have them.
@@ -295,7 +303,7 @@ def beside(name: str, text: str) -> Callable[[Path], object]:
         (with_tensors(lambda of: without(of, EMBEDDING) | {HEAD: of[EMBEDDING]}), None),
         (with_tensors(lambda of: of | {HEAD: of[EMBEDDING] + 1}), "s.weight and lm_head.weight differ in its files"),
     ],
-    ids=["empty index", "adapter", "no prefix", "copy of the head", "head alone", "another head"],
+    ids=["several files", "empty index", "adapter", "no prefix", "copy of the head", "head alone", "another head"],
 )
 def test_what_files_of_a_tied_model_may_hold(
     change: Callable[[Path], object], said: str | None, tiny_model: Models, mesh: Mesh, tmp_path: Path

@@ -221,3 +221,10 @@ def test_the_pull_of_online_dpo_does_not_overflow(log_ratio: float) -> None:
 def test_what_would_be_another_gradient_than_that_of_dpo_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerConfig.model_validate({"advantage": "online_dpo"} | NEEDED["online_dpo"] | settings)
+
+
+def test_the_beta_of_online_dpo_is_that_of_the_settings() -> None:
+    group = [scored_rollout(r, 1, old_logprobs=np.array([r / 2]), reference_logprobs=np.zeros(1)) for r in (1.0, 0.0)]
+    settings = {"advantage": "online_dpo", "advantage_beta": 2.0} | NEEDED["online_dpo"]
+    ((best, worst),) = build_advantage(TrainerConfig.model_validate(settings))([group])
+    assert best == -worst == pytest.approx(2 * 2.0 / (1 + math.e))

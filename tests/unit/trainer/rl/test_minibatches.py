@@ -28,6 +28,7 @@ from holdfast.trainer.rl.batch import (
     plan_shared_prompts,
     to_samples,
 )
+from holdfast.trainer.rl.kl import k3
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
@@ -227,3 +228,9 @@ def test_a_rollout_that_sampled_nothing_trains_nothing_and_one_whose_arrays_do_n
         getattr(broken, name).pop()
         with pytest.raises(DataError, match="sample 0: 5 tokens"):
             samples_of(broken)
+
+
+def test_k3_is_exact_near_equality_and_never_negative() -> None:
+    tiny = torch.tensor([1e-7, -1e-7], dtype=torch.float64)
+    assert k3(tiny).tolist() == pytest.approx([5e-15, 5e-15], rel=1e-6)
+    assert (k3(torch.linspace(-1e-3, 1e-3, 1001)) >= 0).all()
