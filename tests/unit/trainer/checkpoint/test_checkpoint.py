@@ -23,7 +23,7 @@ from holdfast.trainer.checkpoint.commit import Identity, ObjectStorage, fingerpr
 from holdfast.trainer.checkpoint.state import capture_random_state, seed_everything
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.state import TrainState
-from tests.builders.checkpoint_files import write_checkpoint, write_weights
+from tests.builders.checkpoint_files import flip, write_checkpoint, write_weights
 from tests.builders.train_states import MakeState, NotifyingStorage, copied, draw, same, train
 from tests.runs.processes import HANG_S
 
@@ -96,8 +96,7 @@ def test_latest_falls_back_past_damage_and_auto_starts_afresh_only_where_there_i
     make_state: MakeState, run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     def damage(step: int) -> None:
-        path = run_dir.checkpoint(step) / TRAINER_DIR / "progress.json"
-        path.write_bytes(path.read_bytes()[:-1])
+        flip(run_dir.checkpoint(step) / TRAINER_DIR / "progress.json")  # which sizes alone would not show
 
     state = make_state(steps=1)
     before = copied(state.tensors())
