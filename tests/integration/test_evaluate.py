@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.orchestrator.evaluation.results import ROLLOUTS_NAME, EvaluatedRollout
 from holdfast.orchestrator.evaluation.statistics import summary_in
+from holdfast.process.child import available_cores
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.forking.commands import Run, shared_commands
@@ -42,6 +43,8 @@ def lines_of(directory: Path) -> list[bytes]:
 def test_an_evaluation_starts_vllm_and_ends_it(tmp_path: Path) -> None:
     argv = [*POLICY, *SMALL, "--output-dir", str(tmp_path / "asked")]
     shared_commands().start("evaluate", tmp_path / "asked", argv, engine="vllm").succeed(4 * HANG_S)
+    settings = tmp_path / "asked" / "config" / "inference.toml"
+    assert f"\nthreads = {available_cores()}\n" in settings.read_text(), "nothing trains beside it"
     assert 0.2 < summary_in(tmp_path / "asked").environments["reverse_text"].estimates["avg@4"].value < 1
     assert not [one for one in psutil.process_iter() if str(tmp_path) in " ".join(command_line(one))]
 

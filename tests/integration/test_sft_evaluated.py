@@ -51,6 +51,8 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
         assert again.log.count(f"evaluated: step {step}, ") == 1, again.log
         summary = summary_in(run_dir.evaluation(step))
         assert summary.environments["reverse_text"].num_tasks == 6
+        served = run_dir.evaluation(step) / "config" / "inference.toml"
+        assert "threads" not in served.read_text(), "the trainer needs cores as well"
         assert not list(run_dir.evaluation(step).glob("model_step_*")), "what was exported for it is gone"
     lines = {step: (run_dir.evaluation(step) / ROLLOUTS_NAME).read_bytes() for step in (0, 4, 8)}
     assert all(content.count(b"\n") == 12 for content in lines.values())

@@ -24,6 +24,7 @@ from holdfast.launcher.supervisor import Child, Supervisor
 from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout
 from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation, summary_in
+from holdfast.process.child import available_cores, wait_passively
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV, append
 from holdfast.process.gpus import find_gpus, require_vllm
 from holdfast.process.imports import module_command
@@ -71,7 +72,7 @@ def evaluate(config: EvaluateConfig) -> int:
         config.inference.model = config.inference.model.model_copy(update=model.model_dump())
     print(f"evaluating {_named(config, step)}", flush=True)
     with Supervisor() as supervisor:
-        code = run_evaluation(config, directory, supervisor)
+        code = run_evaluation(config, directory, supervisor, cores=available_cores())
     if code == 0:
         tell_result(summary_in(directory.path), directory.path, step=step)
     return code
@@ -372,9 +373,15 @@ def remove_exports(path: Path) -> None:
         atomic.remove_directory(exported)
 
 
-def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Supervisor) -> int:
+def run_evaluation(
+    config: EvaluateConfig, directory: RunDir, supervisor: Supervisor, *, cores: int | None = None
+) -> int:
     """Run server and evaluation to the end; return the exit code. Nothing of them runs on. Raise ProcessDied if a
-    process failed."""
+    process failed.
+
+    Args:
+        cores: for an engine on the CPU that no training runs beside; None: half of them.
+    """
     path = directory.path
     server = config.inference.server
     held = reserve_first_free(server.host, server.port)
@@ -383,6 +390,9 @@ def run_evaluation(config: EvaluateConfig, directory: RunDir, supervisor: Superv
     gpus = inference_gpus(config.inference, machine)
     choose_inference(config.inference, machine)
     environment = Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus)
+    if cores is not None and machine.engine_device == "cpu":
+        config.inference.engine.threads = config.inference.engine.threads or cores
+        wait_passively()
     settings = write_settings(config, path / "config")
     logs = path / "logs"
     logs.mkdir(exist_ok=True)

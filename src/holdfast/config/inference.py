@@ -75,8 +75,8 @@ class EngineConfig(Section):
     vLLM is built for; its build for CPUs is refused on a machine with GPUs."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine; unset: in `rl` all cores, divided by the engines, in `inference` half of the cores;
-    on GPUs what vLLM takes."""
+    """CPU threads of the engine; unset: in `rl` all cores, divided by the engines; in `evaluate` all; in `inference`
+    half, as in evaluations beside a training; on GPUs what vLLM takes."""
 
     max_num_seqs: int = Field(default=256, ge=1)
     """Most sequences decoded at once."""

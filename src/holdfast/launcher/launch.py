@@ -75,7 +75,7 @@ from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
 from holdfast.launcher.side_processes import check_outputs
 from holdfast.launcher.watch_run import watch
-from holdfast.process.child import available_cores
+from holdfast.process.child import available_cores, wait_passively
 from holdfast.process.events import PROCESS_ENV
 from holdfast.process.gpus import Gpu, find_gpus
 from holdfast.process.imports import module_command
@@ -413,9 +413,7 @@ def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_o
         return
     if inference.engine.threads is None:
         inference.engine.threads = max(1, cores // inference.engines)
-    # Waiting threads that spin would make a step take three times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same for Intel's and LLVM's OpenMP
+    wait_passively()
 
 
 def _print_plan(plan: Plan) -> None:
