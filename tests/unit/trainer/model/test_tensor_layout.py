@@ -276,6 +276,27 @@ def test_bfloat16_weights_are_the_rounded_masters(publisher_of: PublisherOf, tin
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_buffers_are_published_and_exported_as_they_are(
+    publisher_of: PublisherOf, tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    """Routers add the correction bias in float32; in bfloat16 numbers around 5 are rounded by up to 0.016."""
+    publisher, policy = publisher_of(tiny_model("deepseek_v3", **FAMILIES["deepseek_v3"]), dtype="bfloat16")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = trained_tensors(policy.hf_model)[name].copy_(torch.tensor([5.5, 5.51, 5.52, 5.53]))
+    published = tensors_of(publisher.publish(1))
+    assert torch.equal(published[name], bias)
+    assert {one.dtype for key, one in published.items() if key != name} == {torch.bfloat16}
+    described = {f"model/{key}": content for key, content in publisher.config_files.items()}
+    names = {f"model/{NAMES_NAME}": msgspec.json.encode(list(published))}
+    identity = Identity(files=described | names)
+    with Checkpointer(tmp_path / "checkpoints", {"model": policy.hf_model}, identity=identity) as checkpointer:
+        checkpointer.save(1)
+    export(Export(tmp_path / "checkpoints/step_1", tmp_path / "exported", dtype="bfloat16"))
+    exported = tensors_of(tmp_path / "exported")
+    assert exported.keys() == published.keys()
+    assert all(exported[key].dtype == one.dtype and torch.equal(exported[key], one) for key, one in published.items())
+
+
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)], ids=["open", "private"])
 def test_weights_follow_the_umask(publisher_of: PublisherOf, tiny_model: ModelFactory, mask: int, mode: int) -> None:
     publisher, _ = publisher_of(tiny_model())
