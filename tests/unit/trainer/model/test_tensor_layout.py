@@ -310,11 +310,16 @@ def test_weights_follow_the_umask(publisher_of: PublisherOf, tiny_model: ModelFa
     assert all(found & 0o044 == mode & 0o044 for found in files.values()), files
 
 
-def test_versions_bring_their_tokenizer_are_replaced_by_the_same_and_pruned(
+def test_versions_bring_what_is_beside_the_weights_are_replaced_by_the_same_and_pruned(
     publisher_of: PublisherOf, tiny_model: ModelFactory, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    publisher, _ = publisher_of(tiny_model())
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    generation = json.dumps({"eos_token_id": [3, 5], "temperature": 0.5}).encode()  # transformers would not save it
+    (model / "generation_config.json").write_bytes(generation)
+    publisher, _ = publisher_of(model)
     _, directory, *_ = (publisher.publish(version) for version in (0, 1, 2, 10))
+    assert (directory / "generation_config.json").read_bytes() == generation
     loaded = AutoTokenizer.from_pretrained(directory)
     assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
     assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == tokenizer.eos_token
