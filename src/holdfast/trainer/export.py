@@ -28,6 +28,7 @@ from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors
 from holdfast.trainer.model.build import is_classifier, load_model_config, open_weights, trained_tensors
 from holdfast.trainer.model.lora import HEAD, digest_of, merged, save_factors
 from holdfast.trainer.model.safetensors_files import SafetensorsWriter
+from holdfast.trainer.model.structure import buffer_frozen
 from holdfast.trainer.model.tensor_names import DTYPES, TensorLayout, names_in_files
 
 
@@ -40,6 +41,7 @@ def meta_model(name: str, *, num_labels: int | None = None) -> PreTrainedModel:
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(config, dtype=torch.float32)
+    buffer_frozen(model)
     model.tie_weights()
     return model
 

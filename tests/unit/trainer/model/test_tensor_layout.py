@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
 }  # fmt: skip
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
 TIED = ("gpt2", "qwen3")
 GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
 PER_EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -276,16 +277,20 @@ def test_bfloat16_weights_are_the_rounded_masters(publisher_of: PublisherOf, tin
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_buffers_are_published_and_exported_as_they_are(
-    publisher_of: PublisherOf, tiny_model: ModelFactory, tmp_path: Path
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_buffers_are_computed_published_and_exported_as_they_are(
+    family: str, publisher_of: PublisherOf, tiny_model: ModelFactory, tmp_path: Path
 ) -> None:
-    """Routers add the correction bias in float32; in bfloat16 numbers around 5 are rounded by up to 0.016."""
-    publisher, policy = publisher_of(tiny_model("deepseek_v3", **FAMILIES["deepseek_v3"]), dtype="bfloat16")
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    bias = trained_tensors(policy.hf_model)[name].copy_(torch.tensor([5.5, 5.51, 5.52, 5.53]))
+    """Routers add the correction bias in float32; in bfloat16 numbers around 5 are rounded by up to 0.016. One of both
+    has a parameter for it."""
+    publisher, policy = publisher_of(tiny_model(family, tied=False, **FAMILIES.get(family, ERNIE)), dtype="bfloat16")
+    buffers = dict(policy.hf_model.named_buffers())
+    (bias, *_) = (one for name, one in buffers.items() if name.endswith("e_score_correction_bias"))
+    bias.copy_(torch.tensor([5.5, 5.51, 5.52, 5.53]))
     published = tensors_of(publisher.publish(1))
-    assert torch.equal(published[name], bias)
-    assert {one.dtype for key, one in published.items() if key != name} == {torch.bfloat16}
+    biases = {key: one for key, one in published.items() if key.endswith("e_score_correction_bias")}
+    assert torch.equal(next(iter(biases.values())), bias)
+    assert {one.dtype for key, one in published.items() if key not in biases} == {torch.bfloat16}
     described = {f"model/{key}": content for key, content in publisher.config_files.items()}
     names = {f"model/{NAMES_NAME}": msgspec.json.encode(list(published))}
     identity = Identity(files=described | names)
