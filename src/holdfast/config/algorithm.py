@@ -182,6 +182,8 @@ class PretrainingConfig(Section):
     def _has_data(self) -> Self:
         if not self.data.name:
             raise ValueError("needs data.name: a file of rows, or a dataset of a hub")
+        if self.data.validation_fraction:
+            raise ValueError("data.validation_fraction holds samples out, and nothing validates here: leave it out")
         return self
 
 

@@ -85,7 +85,7 @@ class Incoming:
         return cls(wanted, plan, store, group, rank, device)
 
     def receive(self, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor by name, checked and in `dtype`. The last one comes before the digest is compared.
+        """Yield every tensor by name, `checked`. The last one comes before the digest is compared.
 
         Raises:
             TransferError: the bytes stopped, or have another digest.

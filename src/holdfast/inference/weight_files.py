@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckedWeights:
-    """Whole and finite weights: name -> tensor on the CPU in the engine's dtype, and the digest of the bytes."""
+    """Whole and finite weights: name -> tensor on the CPU as `checked` returns it, and the digest of the bytes."""
 
     tensors: dict[str, torch.Tensor]
     digest: str
@@ -322,12 +322,15 @@ def check_fit(directory: Path | str, name: str, tensor: torch.Tensor, architectu
 def checked(
     directory: Path | str, name: str, tensor: torch.Tensor, architecture: Architecture, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return `tensor` in `dtype` after checking shape, dtype and finiteness."""
+    """Return `tensor` in `dtype` after checking shape, dtype and finiteness; a vector in the dtype of the file.
+
+    The engine casts vectors itself, and holds some in float32, such as the correction bias of experts.
+    """
     check_fit(directory, name, tensor, architecture)
-    tensor = tensor.to(dtype)
-    # After the cast: float16 and bfloat16 may overflow where float32 did not.
+    tensor = tensor.to(dtype) if tensor.ndim > 1 else tensor
+    # After a cast: float16 and bfloat16 may overflow where float32 did not.
     # `isfinite` of every element takes 20 times as long; NaN is both the least and the largest.
-    if tensor.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+    if tensor.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(tensor)).to(dtype)).all()):
         raise DataError(f"{directory}: tensor '{name}' holds NaN or infinity")
     return tensor
 

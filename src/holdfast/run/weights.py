@@ -60,16 +60,25 @@ class Scaling(msgspec.Struct, frozen=True):
 
     r: int
     lora_alpha: float
+    use_rslora: bool = False
+    alpha_pattern: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no adapter can have."""
+        """Refuse what no adapter can have, or ours cannot."""
         if self.r < 1 or not math.isfinite(self.lora_alpha):
             raise ValueError(f"r = {self.r} and lora_alpha = {self.lora_alpha}: needed are a rank from 1 and a number")
+        if self.alpha_pattern:
+            raise ValueError(f"alpha_pattern = {self.alpha_pattern}: one alpha is needed for all matrices")
+
+    @property
+    def alpha(self) -> float:
+        """The product of B and A counts alpha / r times; with `use_rslora` peft has lora_alpha / sqrt(r)."""
+        return self.lora_alpha * math.sqrt(self.r) if self.use_rslora else self.lora_alpha
 
     @property
     def scale(self) -> float:
         """How often the product of B and A counts."""
-        return self.lora_alpha / self.r
+        return self.alpha / self.r
 
 
 class Factors(NamedTuple):
@@ -153,7 +162,7 @@ def scaling_of(directory: Path, names: Iterable[str]) -> list[WeightsFile]:
     if ADAPTER_NAME not in names:
         return []
     scaling = read_scaling(directory)
-    text = f"{scaling.r} {float(scaling.lora_alpha)!r}".encode()
+    text = f"{scaling.r} {float(scaling.alpha)!r}".encode()
     return [WeightsFile(ADAPTER_CONFIG_NAME, len(text), xxhash.xxh3_128_hexdigest(text))]
 
 

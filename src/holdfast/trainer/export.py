@@ -28,6 +28,7 @@ from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors
 from holdfast.trainer.model.build import is_classifier, load_model_config, open_weights, trained_tensors
 from holdfast.trainer.model.lora import HEAD, digest_of, merged, save_factors
 from holdfast.trainer.model.safetensors_files import SafetensorsWriter
+from holdfast.trainer.model.structure import buffer_frozen
 from holdfast.trainer.model.tensor_names import DTYPES, TensorLayout, names_in_files
 
 
@@ -40,6 +41,7 @@ def meta_model(name: str, *, num_labels: int | None = None) -> PreTrainedModel:
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(config, dtype=torch.float32)
+    buffer_frozen(model)
     model.tie_weights()
     return model
 
@@ -189,7 +191,7 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
     step = request.step_directory
     adapter = step / MODEL_DIR / ADAPTER_DIR
     scale, trained_on = read_scaling(adapter).scale, read_base(adapter)
-    base, layout = _base(base_name, scores=HEAD in factors)
+    model, base, layout = _base(base_name, scores=HEAD in factors)
     digest = digest_of(base, layout)
     if digest != trained_on.digest:
         raise CheckpointError(
@@ -206,8 +208,18 @@ def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -
         a_RI, b_OR = (factors[factor] for factor in matrices[name])
         return merged(base[name], a_RI, b_OR, scale=scale)
 
-    tensors = layout.to_files((name, whole(name)) for name in [*base, *heads])
-    return _write_whole(request, tensors, published_dtype(request, torch.float32), factors)
+    dtype = published_dtype(request, torch.float32)
+    tensors = layout.to_files(_cast(((name, whole(name)) for name in [*base, *heads]), model, dtype))
+    return _write_whole(request, tensors, dtype, factors)
+
+
+def _cast(
+    tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of `model` in the dtypes of published weights; see `whole_tensors`."""
+    buffers = dict(model.named_buffers())
+    for name, tensor in tensors:
+        yield name, tensor if name in buffers else tensor.to(dtype)
 
 
 def _write_whole(
@@ -224,19 +236,19 @@ def _write_whole(
             save_factors(factors, directory / ADAPTER_DIR)
         writer = SafetensorsWriter(directory)
         for name, tensor in tensors:
-            writer.add(name, tensor.to(dtype=dtype if tensor.is_floating_point() else None).contiguous())
+            writer.add(name, tensor.contiguous())
         return commit(directory, request.target, writer, dtype, manifest.read_manifest(request.step_directory))
 
 
-def _base(name: str, *, scores: bool) -> tuple[dict[str, Tensor], TensorLayout]:
-    """Return the weights that adapters belong to, without a head if the adapters score, and their layout in files."""
+def _base(name: str, *, scores: bool) -> tuple[PreTrainedModel, dict[str, Tensor], TensorLayout]:
+    """Return a model, its weights, without a head if the adapters score, and their layout in files."""
     model = meta_model(name, num_labels=1) if scores else meta_model(name)
     read = open_weights(model, name, without=[HEAD] if scores else [])
     model.to_empty(device="cpu")
     model.tie_weights()
     base = {key: tensor for key, tensor in trained_tensors(model).items() if not scores or key != HEAD}
     read(base)
-    return base, TensorLayout(model, names_in_files(name))
+    return model, base, TensorLayout(model, names_in_files(name))
 
 
 def export(request: Export) -> Written:
@@ -264,8 +276,9 @@ def export(request: Export) -> Written:
             f"{step} has no {MODEL_DIR}/config.json, as a training program writes it: load the weights into your model "
             "(holdfast.load_weights_only), and save that"
         )
-    tensors = ((name.removeprefix(_MODEL), reader.read(name)) for name in names)
+    described, dtype = str(step / MODEL_DIR), published_dtype(request, reader.saved[names[0]].properties.dtype)
+    model = meta_model(described)
+    tensors = _cast(((name.removeprefix(_MODEL), reader.read(name)) for name in names), model, dtype)
     if (step / MODEL_DIR / NAMES_NAME).exists():  # files have other tensors than memory
-        described = str(step / MODEL_DIR)
-        tensors = TensorLayout(meta_model(described), names_in_files(described)).to_files(tensors)
-    return _write_whole(request, tensors, published_dtype(request, reader.saved[names[0]].properties.dtype))
+        tensors = TensorLayout(model, names_in_files(described)).to_files(tensors)
+    return _write_whole(request, tensors, dtype)

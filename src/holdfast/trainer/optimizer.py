@@ -11,7 +11,7 @@ Shape legend: O outputs, I inputs of a linear layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,26 +148,33 @@ def _orthogonalized(update_OI: Tensor) -> Tensor:
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only, or Muon with AdamW."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if config.type == "adamw":
         return _adamw(trained, config)
     assert isinstance(model, PreTrainedModel)
     hidden = hidden_matrices(model)
     known = {id(matrix) for matrix in hidden}
-    rest = _adamw([parameter for parameter in trained if id(parameter) not in known], config)
+    rest = _adamw({name: parameter for name, parameter in trained.items() if id(parameter) not in known}, config)
     return MuonWithAdamW(hidden, rest, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the trained parameters with two dimensions in the decoder layers, except embeddings."""
+    """Return the trained parameters with two dimensions in the decoder layers, except embeddings and stacked biases."""
     layers = decoder_layers(model)
     tables = {id(one.weight) for layer in layers for one in layer.modules() if isinstance(one, nn.Embedding)}
     return [
         parameter
         for layer in layers
-        for parameter in layer.parameters()
-        if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in tables
+        for name, parameter in layer.named_parameters()
+        if parameter.requires_grad
+        and parameter.ndim == 2
+        and _is_matrix(name, parameter)
+        and id(parameter) not in tables
     ]
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim >= 2 and not name.endswith("bias")  # stacked experts have stacked biases
 
 
 def initial_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
@@ -185,9 +192,9 @@ def initial_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict
     return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
 
-def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+def _adamw(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    matrices = [parameter for name, parameter in parameters.items() if _is_matrix(name, parameter)]
+    vectors = [parameter for name, parameter in parameters.items() if not _is_matrix(name, parameter)]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     kind = CompactAdamW if config.moments_dtype == "bfloat16" else torch.optim.AdamW
     return kind(

@@ -128,6 +128,7 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         ({"rewards": {"length_max_tokens": 5}}, "go together: set both or neither"),
         ({"rewards": {"length_penalty": 2}}, "length_penalty has no effect without length_buffer_tokens"),
         ({"kl": {"horizon": 5}}, "horizon has no effect without target"),
+        ({"pretraining": {"data": {"name": "rows.jsonl", "validation_fraction": 0.1}}}, "nothing validates here"),
         ({"kl": {"reference": ""}}, "at least 1 character"),
         ({"advantage": "gae", "critic": {"optim": {"min_lr_ratio": 0.1}}}, "min_lr_ratio = 0.1 has no effect"),
         ({"advantage": "pass_at_k"}, "'pass_at_k' and advantage_k go together: set advantage_k"),

@@ -161,6 +161,12 @@ def test_embeddings_heads_norms_and_biases_are_not_for_muon(tiny_model: ModelFac
     assert names_of(AutoModelForSequenceClassification.from_pretrained(tiny_model("llama"), num_labels=1)) == linear
     gpt2 = names_of(AutoModelForCausalLM.from_pretrained(tiny_model("gpt2")))
     assert gpt2 == {"c_attn.weight", "c_proj.weight", "c_fc.weight"}
+    stacked = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("gpt_oss", tied=False, **stacked))
+    assert names_of(model) == {f"{name}.weight" for name in (*attention, "router")}
+    decayed, *_ = build_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
+    biases = {id(one) for name, one in model.named_parameters() if name.endswith("bias")}
+    assert biases.isdisjoint(map(id, decayed["params"])), "experts have biases of two dimensions"
 
 
 @pytest.mark.parametrize(("weight_decay", "dtype"), [(0.0, "float32"), (0.1, "float32"), (0.1, "bfloat16")])

@@ -331,21 +331,25 @@ def _refuse_own_weights(run_dir: RunDir, trainer: TrainingCommand, *, clean: boo
 
 
 def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
-    """Refuse weights of other sizes than the model's, by the files beside them: the trainer would find out too late."""
+    """Refuse weights of other sizes than the model's, and adapters of another strength, by the files beside them: the
+    trainer would find out too late, or never."""
     lora, settings, kind = trainer.model.lora, path / TRAINER_DIR / CONFIG_NAME, kind_of(path)
-    wanted = found = lora and lora.rank
+    wanted = found = lora and {"rank": lora.rank, "alpha": lora.alpha}
     if settings.is_file():
-        found = (read_settings(settings).get("model", {}).get("lora") or {}).get("rank")
+        found = read_settings(settings).get("model", {}).get("lora")
     elif kind is Kind.ADAPTER:
-        found = read_scaling(path).r
+        found = {"rank": (scaling := read_scaling(path)).r, "alpha": scaling.alpha}
     elif kind in (Kind.WEIGHTS, Kind.HUGGING_FACE):
         found = None
-    if found != wanted:
+    keys = ("rank", "alpha") if found and wanted and "alpha" in found else ("rank",)
+    pairs = {key: [str((of or {}).get(key, "unset")) for of in (found, wanted)] for key in keys}
+    if changed := [
+        f"         model.lora.{key}: {' -> '.join(pair)}\n" for key, pair in pairs.items() if len({*pair}) > 1
+    ]:
         raise CheckpointError(
-            f"{path} (ckpt.init_from) holds other tensors than this configuration has:\n"
-            f"         model.lora.rank: {found or 'unset'} -> {wanted or 'unset'}\n"
-            "       Give the rank of the weights. Whole weights are given as --model.name to train adapters of them; "
-            "`ckpt export STEP --to DIR --base NAME` merges adapters."
+            f"{path} (ckpt.init_from) does not fit this configuration:\n{''.join(changed)}"
+            "       Give rank and alpha of the weights. Whole weights are given as --model.name to train adapters of "
+            "them; `ckpt export STEP --to DIR --base NAME` merges adapters."
         )
     refuse_other_model(
         (path / MODEL_DIR if kind is Kind.CHECKPOINT else path) / "config.json",

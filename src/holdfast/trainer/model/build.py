@@ -38,7 +38,7 @@ from holdfast.trainer.mesh import Mesh, RankGroup
 from holdfast.trainer.model.decoder import DecoderModel, apply_wrappers, reshard
 from holdfast.trainer.model.lora import adapter_parameters, initial_tensors, is_adapted
 from holdfast.trainer.model.packing_check import Layout
-from holdfast.trainer.model.structure import base_tensors, takes_positions, use_attention
+from holdfast.trainer.model.structure import base_tensors, buffer_frozen, takes_positions, use_attention
 from holdfast.trainer.model.tensor_names import TensorLayout, weight_files
 
 _log = logging.getLogger("trainer")
@@ -90,7 +90,7 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
     """
     attention = "eager" if config.attention == "packed" else config.attention
     try:
-        return kind.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
+        hf_model = kind.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
     except Exception as error:
         _log.debug("the model was not built", exc_info=True)
         what = "sequence classification" if kind is AutoModelForSequenceClassification else "a causal language model"
@@ -98,6 +98,8 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
             f"model.name = '{config.name}': transformers cannot build {what} of type {model_config.model_type} with "
             f"{attention} attention. {type(error).__name__}: {one_line(error)}"
         ) from error
+    buffer_frozen(hf_model)
+    return hf_model
 
 
 def is_classifier(model_config: PreTrainedConfig) -> bool:

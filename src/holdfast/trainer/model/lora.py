@@ -138,15 +138,16 @@ def whole_tensors(
     """Yield every tensor of a model by name, whole, merged and on the CPU, if this rank shall `keep` it. Collective.
 
     Args:
-        dtype: of floating-point tensors; None: as they are.
+        dtype: of floating-point parameters; None: as they are. Buffers always are: no pass rounds them, and routers
+            compare the correction bias of experts in float32.
         copy: none shares memory with the model.
     """
-    factors = adapter_parameters(hf_model)
+    factors, buffers = adapter_parameters(hf_model), dict(hf_model.named_buffers())
     matrices = adapted_matrices(factors)
     scale = _peft_config_of(hf_model).lora_alpha / _peft_config_of(hf_model).r if factors else 0.0
     for name, tensor in base_tensors(hf_model).items():
         pair = [_whole(factors[factor].detach()) for factor in matrices.get(name, ())]
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        wanted = tensor.dtype if dtype is None or name in buffers else dtype
         # Before it is gathered and copied, which may then be half the bytes. A matrix is merged in float32 first.
         value = _whole(tensor if pair else tensor.to(wanted))
         if not keep:

@@ -23,8 +23,10 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.lora import Adapters, whole_tensors
 from holdfast.trainer.model.safetensors_files import SafetensorsWriter
-from holdfast.trainer.model.tensor_names import DTYPES, TensorLayout
+from holdfast.trainer.model.tensor_names import DTYPES, TensorLayout, fetched
 from holdfast.trainer.model.weight_offers import WeightOffers
+
+_GENERATION_NAME = "generation_config.json"
 
 
 class WeightPublisher:
@@ -61,9 +63,12 @@ class WeightPublisher:
             config.dtype = self._dtype
             config.architectures = [type(hf_model).__name__]
             config.save_pretrained(scratch)
-            generation_config = getattr(hf_model, "generation_config", None)
-            if generation_config is not None:  # a reward model generates nothing
-                generation_config.save_pretrained(scratch)
+            if (generation_config := getattr(hf_model, "generation_config", None)) is not None:  # not a reward model
+                # The one that transformers makes of config.json lacks the tokens that end a turn.
+                if (name := hf_model.name_or_path) and (original := fetched(name, _GENERATION_NAME)):
+                    shutil.copyfile(original, scratch / _GENERATION_NAME)
+                else:
+                    generation_config.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
             return {str(path.relative_to(scratch)): path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
         finally:

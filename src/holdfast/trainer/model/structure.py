@@ -198,6 +198,16 @@ def has_plain_head(hf_model: PreTrainedModel, softcap: float | None) -> bool:
     return own_CV.shape == logits_CV.shape and torch.allclose(own_CV, logits_CV, rtol=rounding, atol=rounding)
 
 
+def buffer_frozen(hf_model: PreTrainedModel) -> None:
+    """Make buffers of frozen parameters that transformers keeps in float32: mixed precision rounds parameters."""
+    kept = hf_model._keep_in_fp32_modules_strict or ()
+    for place, module in hf_model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad and any(one in f"{place}.{name}" for one in kept):
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
+
+
 def base_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers of the plain model by name, without adapters, tied tensors once."""
     persistent = hf_model.state_dict().keys()

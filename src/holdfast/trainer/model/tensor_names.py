@@ -55,8 +55,8 @@ def names_in_files(name: str) -> list[str] | None:
     try:
         if (listed := Path(name) / NAMES_NAME).is_file():
             return msgspec.json.decode(listed.read_bytes(), type=list[str])
-        single = _fetched(name, SINGLE_NAME)
-        if single is None and (index := _fetched(name, _INDEX_NAME)) is not None:
+        single = fetched(name, SINGLE_NAME)
+        if single is None and (index := fetched(name, _INDEX_NAME)) is not None:
             return sorted(_weight_map(index))
         files = weights_files(Path(name)) if single is None else [single]
         return sorted(set().union(*map(_names_of, files))) or None
@@ -66,16 +66,16 @@ def names_in_files(name: str) -> list[str] | None:
 
 def weight_files(name: str) -> list[Path]:
     """Return the safetensors files of a directory or hub model, or none. Raise DataError if the index is damaged."""
-    if (single := _fetched(name, SINGLE_NAME)) is not None:
+    if (single := fetched(name, SINGLE_NAME)) is not None:
         return [single]
-    index = _fetched(name, _INDEX_NAME)
+    index = fetched(name, _INDEX_NAME)
     if index is None:
         return []
     try:
         files = sorted(set(_weight_map(index).values()))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{index} is damaged: {error}") from None
-    found = (_fetched(name, file) for file in files)
+    found = (fetched(name, file) for file in files)
     return [path for path in found if path is not None]
 
 
@@ -83,7 +83,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return msgspec.json.decode(index.read_bytes(), type=_NameIndex).weight_map
 
 
-def _fetched(name: str, file: str) -> Path | None:
+def fetched(name: str, file: str) -> Path | None:
     """Return the path of a file of a local directory or hub model; None if the file does not exist."""
     found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)

@@ -142,11 +142,12 @@ class EntropyCoefficient(State):
 
     def values(self) -> dict[str, Any]:
         """Return all that a checkpoint holds of it."""
-        return {"steered": self._steered, "last": self._last}
+        return {"steered": None if self._config.target is None else self._steered, "last": self._last}
 
     def restore(self, values: dict[str, Any]) -> None:
         """Take over where the steering was. Configured values win."""
-        self._steered = min(float(values["steered"]), self._config.largest)
+        if values["steered"] is not None:
+            self._steered = min(float(values["steered"]), self._config.largest)
         self._last = None if values["last"] is None else float(values["last"])
 
 
@@ -197,7 +198,8 @@ class KlCoefficient(State):
         return {"coef": self.coef, "target": self.target, "horizon": self.horizon, "num_updates": self.num_updates}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over coefficient and count. Target and horizon are configuration, as is a coefficient without target."""
-        if self.target is not None:
+        """Take over count and steered coefficient. All else is configuration, as is a coefficient that was not steered:
+        it may be 0, from which no steering leads away."""
+        if self.target is not None and values["target"] is not None:
             self.coef = float(values["coef"])
         self.num_updates = int(values["num_updates"])

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from holdfast.config import RlConfig, SftConfig
 from holdfast.config.algorithm import KlConfig
@@ -286,6 +288,12 @@ def test_unfit_weights_are_refused(other: RunDir, sft: Sft, tmp_path: Path, plai
     assert sft("--ckpt.init-from", weights, *model)[0] == 0
     code, _, err = sft("--ckpt.init-from", weights, *model, "--model.lora.rank", "4")
     assert code == 2 and "model.lora.rank: unset -> 4" in err
+    (adapter := tmp_path / "adapter").mkdir()
+    save_file({"base_model.model.x.lora_A.weight": np.zeros((4, 2))}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "use_rslora": true}')
+    code, _, err = sft("--ckpt.init-from", adapter, *model, "--model.lora.rank", "4")
+    assert code == 2 and "model.lora.alpha: 16.0 -> 32.0" in err, "peft's product counts 8 / sqrt(4) times"
+    assert sft("--ckpt.init-from", adapter, *model, "--model.lora.rank", "4", "--model.lora.alpha", "16")[0] == 0
     assert not RunDir(tmp_path / "new").holds_run()
 
 
@@ -303,6 +311,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
     for model, settings, says in (
         (sizes, "[model.lora]\nrank = 8", r"model\.lora\.rank: 8 -> 16"),
         (sizes, "[model]", r"model\.lora\.rank: unset -> 16"),
+        (sizes, "[model.lora]\nrank = 16\nalpha = 8.0", r"model\.lora\.alpha: 8.0 -> 32.0"),
         (wrong, "[model.lora]\nrank = 16", r"hidden_size: 1\d+ -> \d+\n.*Give a model of these sizes"),
     ):
         files = {"model/config.json": model.decode(), "trainer/config.toml": settings}

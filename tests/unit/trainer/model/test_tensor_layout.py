@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
 }  # fmt: skip
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}
 TIED = ("gpt2", "qwen3")
 GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
 PER_EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -276,6 +277,31 @@ def test_bfloat16_weights_are_the_rounded_masters(publisher_of: PublisherOf, tin
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_buffers_are_computed_published_and_exported_as_they_are(
+    family: str, publisher_of: PublisherOf, tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    """Routers add the correction bias in float32; in bfloat16 numbers around 5 are rounded by up to 0.016. One of both
+    has a parameter for it."""
+    publisher, policy = publisher_of(tiny_model(family, tied=False, **FAMILIES.get(family, ERNIE)), dtype="bfloat16")
+    buffers = dict(policy.hf_model.named_buffers())
+    (bias, *_) = (one for name, one in buffers.items() if name.endswith("e_score_correction_bias"))
+    bias.copy_(torch.tensor([5.5, 5.51, 5.52, 5.53]))
+    published = tensors_of(publisher.publish(1))
+    biases = {key: one for key, one in published.items() if key.endswith("e_score_correction_bias")}
+    assert torch.equal(next(iter(biases.values())), bias)
+    assert {one.dtype for key, one in published.items() if key not in biases} == {torch.bfloat16}
+    described = {f"model/{key}": content for key, content in publisher.config_files.items()}
+    names = {f"model/{NAMES_NAME}": msgspec.json.encode(list(published))}
+    identity = Identity(files=described | names)
+    with Checkpointer(tmp_path / "checkpoints", {"model": policy.hf_model}, identity=identity) as checkpointer:
+        checkpointer.save(1)
+    export(Export(tmp_path / "checkpoints/step_1", tmp_path / "exported", dtype="bfloat16"))
+    exported = tensors_of(tmp_path / "exported")
+    assert exported.keys() == published.keys()
+    assert all(exported[key].dtype == one.dtype and torch.equal(exported[key], one) for key, one in published.items())
+
+
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)], ids=["open", "private"])
 def test_weights_follow_the_umask(publisher_of: PublisherOf, tiny_model: ModelFactory, mask: int, mode: int) -> None:
     publisher, _ = publisher_of(tiny_model())
@@ -289,11 +315,16 @@ def test_weights_follow_the_umask(publisher_of: PublisherOf, tiny_model: ModelFa
     assert all(found & 0o044 == mode & 0o044 for found in files.values()), files
 
 
-def test_versions_bring_their_tokenizer_are_replaced_by_the_same_and_pruned(
+def test_versions_bring_what_is_beside_the_weights_are_replaced_by_the_same_and_pruned(
     publisher_of: PublisherOf, tiny_model: ModelFactory, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    publisher, _ = publisher_of(tiny_model())
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    generation = json.dumps({"eos_token_id": [3, 5], "temperature": 0.5}).encode()  # transformers would not save it
+    (model / "generation_config.json").write_bytes(generation)
+    publisher, _ = publisher_of(model)
     _, directory, *_ = (publisher.publish(version) for version in (0, 1, 2, 10))
+    assert (directory / "generation_config.json").read_bytes() == generation
     loaded = AutoTokenizer.from_pretrained(directory)
     assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
     assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == tokenizer.eos_token

@@ -223,6 +223,9 @@ def test_a_configured_coefficient_of_the_penalty_wins_over_the_checkpoint() -> N
     changed = KlCoefficient(0.5, target=3.0, horizon=200)
     changed.restore(saved.values())
     assert changed.values() == {"coef": saved.coef, "target": 3.0, "horizon": 200, "num_updates": 1}
+    begun = KlCoefficient(0.2, target=6.0)
+    begun.restore(KlCoefficient(0.0).values())
+    assert begun.coef == 0.2, "the run was not steered before"
     fixed = KlCoefficient(0.5)
     fixed.restore(saved.values())
     fixed.update(100.0, 256)
@@ -272,6 +275,9 @@ def test_a_fixed_bonus_stays_and_a_steered_one_is_that_of_the_slow_one_up_to_the
     lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
     lower.restore({"steered": 0.02, "last": 0.1})
     assert lower.coef == 0.001
+    begun = EntropyCoefficient(EntropyConfig(coef=0.2, target=0.5))
+    begun.restore(coefficient.values())
+    assert begun.coef == 0.2, "the run was not steered before"
     generator = random.Random(0)
     coefficient, expected, last = EntropyCoefficient(STEERED), 0.01, None
     for _ in range(200):
