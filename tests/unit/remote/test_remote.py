@@ -348,6 +348,20 @@ class TestFetch:
             fetch(url, empty, wanted, older_weights=2, say=said.append)
         assert "Choose another step" not in str(caught.value) and "WARNING" not in "".join(said)
 
+    @pytest.mark.parametrize(
+        ("method", "name"),
+        [("cat_file", "run/run.json"), ("get_file", "weights/step_1/model.safetensors")],
+    )
+    def test_a_fetch_that_was_cut_off_is_completed_by_the_next(
+        self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, name: str
+    ) -> None:
+        """Else the next start would take the checkpoint for all, and be another run that samples with other weights."""
+        _fail_once(monkeypatch, method, name)
+        with pytest.raises(StorageError, match=f"reading {name} failed"):
+            fetch(url, empty, "auto", older_weights=2)
+        assert fetch(url, empty, "auto", older_weights=2) == 3
+        assert empty.run_id() == "run" and empty.published_weights() == [1, 2] and empty.committed_steps() == [3]
+
     def test_damaged_manifests_say_nothing_of_whose_run_it_is(self, url: str, place: Path, empty: RunDir) -> None:
         empty.create()
         (place / "step_3/manifest.json").write_text("{")

@@ -47,14 +47,23 @@ def fetch(
     _refuse_another_run(remote, steps, run_dir, wanted)
     if wanted is None:
         return None
+
+    def bring(step: int) -> None:
+        started, place = time.monotonic(), run_dir.checkpoint(step)
+
+        def bring_rest(listing: manifest.Manifest) -> None:
+            # The checkpoint comes last: a start after a kill takes it for all.
+            _adopt(remote, run_dir, listing.run_id, say)
+            _fetch_weights(remote, run_dir, range(max(0, step - older_weights), step), say)
+            if place.exists():  # damaged: parts of it may be needed
+                set_aside(run_dir, place, run_dir.next_attempt())
+
+        remote.download(step, place, before=bring_rest)
+        say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
+
     if wanted in ("latest", "auto", -1):
-        step = _fetch_newest(remote, steps, run_dir, how, say)
-    else:
-        step = _fetch_one(remote, steps, run_dir, int(wanted), how, say)
-    if step is not None:
-        _adopt(remote, run_dir, manifest.read_manifest(run_dir.checkpoint(step)).run_id, say)
-        _fetch_weights(remote, run_dir, range(max(0, step - older_weights), step), say)
-    return step
+        return _fetch_newest(remote, steps, run_dir, how, bring, say)
+    return _fetch_one(remote, steps, run_dir, int(wanted), how, bring)
 
 
 def set_aside_remote_after(url: str, step: int, run_dir: RunDir) -> None:
@@ -103,7 +112,7 @@ def _fetch_one(
     run_dir: RunDir,
     wanted: int,
     how: Verification,
-    say: Callable[[str], None],
+    bring: Callable[[int], None],
 ) -> int | None:
     here = run_dir.steps_there()
     if wanted in steps:
@@ -117,7 +126,7 @@ def _fetch_one(
             f"nor at {remote.url} (committed steps: {_listed(steps)})."
         )
     try:
-        _bring(remote, run_dir, wanted, say)
+        bring(wanted)
     except StorageError:
         raise
     except CheckpointError as error:
@@ -132,12 +141,17 @@ def _listed(steps: list[int]) -> str:
 
 
 def _fetch_newest(
-    remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, how: Verification, say: Callable[[str], None]
+    remote: RemoteCheckpoints,
+    steps: list[int],
+    run_dir: RunDir,
+    how: Verification,
+    bring: Callable[[int], None],
+    say: Callable[[str], None],
 ) -> int | None:
     here = next((step for step in reversed(run_dir.steps_there()) if _is_intact(run_dir, step, how)), None)
     newest, damaged = newest_intact(
         [step for step in steps if here is None or step > here],
-        lambda step: _bring(remote, run_dir, step, say),
+        bring,
         say=lambda text: say(f"WARNING: {text}"),
         what="remote checkpoint",
         passing=(StorageError,),
@@ -145,15 +159,6 @@ def _fetch_newest(
     if newest is None and damaged and here is None:
         raise CheckpointError(f"every checkpoint at {remote.url} is damaged: {'; '.join(damaged)}")
     return newest
-
-
-def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[[str], None]) -> None:
-    started = time.monotonic()
-    # A damaged checkpoint here is set aside: parts of it may be needed.
-    remote.download(
-        step, run_dir.checkpoint(step), make_room=lambda old: set_aside(run_dir, old, run_dir.next_attempt())
-    )
-    say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
 
 
 def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callable[[str], None]) -> None:
@@ -171,7 +176,7 @@ def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callabl
         identity = {"run_id": run_id, "created_unix_s": int(time.time())}
         files = {"run.json": checked.encode(identity)}
     # run.json last: it makes this the directory of a run.
-    for name in sorted(files, reverse=True):
+    for name in sorted(files, key="run.json".__eq__):
         path = run_dir.path / name
         atomic.make_directory(path.parent)
         atomic.write_file(path, files[name])
