@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -231,7 +232,8 @@ class _Watcher:
 
     def _note_healing(self) -> None:
         """Tell processes that wait for another one to continue to wait, see `heartbeat.Wait`."""
-        (self._beats / HEALING_NAME).touch()
+        with suppress(OSError):  # where several hosts share it, it may be on the storage that is waited for
+            (self._beats / HEALING_NAME).touch()
 
     def _bring_back(self, child: Child) -> Child | Plan | int | None:
         """Start a dead child again after a delay, or raise `ProcessDied`; return the outcome as `_run` does."""

@@ -80,6 +80,12 @@ def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: 
     assert stands.attempts == 2
 
 
+def test_a_run_heals_where_its_processes_cannot_be_told(stands: Stands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_run, "HEALING_NAME", "x" * 300)  # longer than a name may be
+    trainer = f"if start == 1: sys.exit({STORAGE_FAILED})\n{_UNTIL_A_BATCH}made('weights/step_1')"
+    assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
+
+
 @pytest.fixture
 def terminated_when(told: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     """Return what has SIGTERM sent to this process as soon as it has printed a text."""
