@@ -203,7 +203,8 @@ class RemoteCheckpoints:
                 if all(self._store.read(f"{name}/{mark}") is None for mark in marks):
                     removed += self._store.remove_tree(name)
         try:
-            self._store.remove_parts()
+            for begin in ("step_", f"{WEIGHTS_DIR}/step_"):  # others may be of a run below this one's
+                self._store.remove_parts(begin)
         except StorageError as error:  # many keys may read, write and remove, but not this
             _log.warning("parts of unfinished uploads may be left: %s", error)
         return removed
