@@ -276,6 +276,12 @@ class TestFetch:
         empty.create(forked_from={"run_id": "run", "step": 3, "path": "/elsewhere/checkpoints/step_3"})
         assert fetch(url, empty, "latest") == 3
 
+    def test_a_fork_stays_itself_on_another_machine(self, url: str, empty: RunDir, tmp_path: Path) -> None:
+        there = RunDir(tmp_path / "there")
+        there.create(forked_from={"run_id": "run", "step": 3, "path": "/elsewhere"}, created_unix_s=1)
+        RemoteCheckpoints(url).write_identity(there)
+        assert fetch(url, empty, "latest") == 3 and empty.identity() == there.identity()
+
     def test_another_machine_is_the_same_run_for_trackers(self, url: str, empty: RunDir, tmp_path: Path) -> None:
         there = RunDir(tmp_path / "there")
         there.create(forked_from={"run_id": "other", "step": 7, "path": "/elsewhere"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.errors import CheckpointError, RunDirError, StorageError
 from holdfast.launcher.resume.resume_step import set_aside
@@ -166,11 +166,14 @@ def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callabl
     if run_dir.holds_run() or not run_id:
         return
     files = remote.read_identity()
+    identity: dict[str, Any]
     try:
-        theirs = checked.decode(files["run.json"]).get("run_id") if files else None
+        identity = checked.decode(files["run.json"]) if files else {}
     except ValueError:
-        theirs = "a damaged file"
-    if theirs != run_id:
+        identity = {"run_id": "a damaged file"}
+    theirs = identity.get("run_id")
+    # A fork holds a step of its first run.
+    if run_id not in (theirs, identity.get("forked_from", {}).get("run_id")):
         if theirs is not None:
             say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
         identity = {"run_id": run_id, "created_unix_s": int(time.time())}
