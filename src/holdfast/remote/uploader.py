@@ -196,10 +196,10 @@ class Uploader:
             if not job.directory.exists():
                 _log.warning("step %d is not uploaded: %s was removed meanwhile", job.step, job.directory)
                 return None
+            self._write_identity()  # first: another machine takes a step without it for a run that begins today
             if self._remote.upload(job.directory, job.step, weights=job.weights):
                 _log.info("uploaded step %d to %s in %.1f s", job.step, self._remote.url, time.monotonic() - started)
-            if self._run_dir is not None:
-                self._remote.write_identity(self._run_dir)
+            self._write_identity()  # trackers have come further
             self._has_uploaded = True
             protected = self._protected | {job.step}
             removed = self._remote.apply_retention(
@@ -215,3 +215,7 @@ class Uploader:
             _log.error("uploading step %d failed: %s", job.step, error)
             return error
         return None
+
+    def _write_identity(self) -> None:
+        if self._run_dir is not None:
+            self._remote.write_identity(self._run_dir)

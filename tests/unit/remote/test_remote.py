@@ -478,6 +478,17 @@ class TestUploader:
         uploader.close()
         assert remote.steps() == [2, 3]
 
+    def test_no_step_comes_before_whose_it_is(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here.create()
+        _fail_once(monkeypatch, "pipe_file", "run/run.json")
+        uploader = Uploader(remote, run_dir=here)
+        _submit(uploader, here, 1)
+        with pytest.raises(StorageError, match="not yours"):
+            uploader.close()
+        assert remote.steps() == [] and remote.read_identity() == {}
+
     def test_what_is_read_is_in_use(self, here: RunDir, place: Path, caplog: pytest.LogCaptureFixture) -> None:
         remote = _Slow(f"file://{place}")
         uploader = Uploader(remote)
