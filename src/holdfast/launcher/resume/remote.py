@@ -176,8 +176,9 @@ def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callabl
     if run_id not in (theirs, identity.get("forked_from", {}).get("run_id")):
         if theirs is not None:
             say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
-        identity = {"run_id": run_id, "created_unix_s": int(time.time())}
-        files = {"run.json": checked.encode(identity)}
+        identity, files = {"run_id": run_id, "created_unix_s": int(time.time())}, {}
+    identity.pop("rewound_by_attempt", None)  # attempts count from 1 here
+    files["run.json"] = checked.encode(identity)
     # run.json last: it makes this the directory of a run.
     for name in sorted(files, key="run.json".__eq__):
         path = run_dir.path / name
