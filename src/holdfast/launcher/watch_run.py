@@ -262,7 +262,15 @@ class _Watcher:
             number = self._wait_for_places(self._healing)
             if number is None and self._group is not None:
                 number = self._group.gather(self._pause, self._console.say)
-            return self._until_storage_takes_it(self._healing.again) if number is None else number
+            if number is not None:
+                return number
+            try:
+                return self._until_storage_takes_it(self._healing.again)
+            except ProcessDied as lost:  # a host, since it had a place
+                if self._healing.cluster is None:
+                    raise
+                self._console.say(str(lost))
+                return self._bring_back(child)
         return self._watch_after(lambda: self._restart(child))
 
     def _evaluate_again(self, child: Child) -> Child | int | None:

@@ -86,6 +86,15 @@ def test_a_run_heals_where_its_processes_cannot_be_told(stands: Stands, monkeypa
     assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
 
 
+def test_a_host_that_is_lost_while_an_attempt_is_prepared_is_one_more_death(
+    stands: Stands, told: Callable[[], str]
+) -> None:
+    stands.lost_hosts = 2
+    trainer = f"if start == 1: sys.exit(1)\n{_UNTIL_A_BATCH}made('weights/step_1')"
+    assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
+    assert "host_1 is lost" in told() and "(restart 3 of 3)" in told()
+
+
 @pytest.fixture
 def terminated_when(told: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     """Return what has SIGTERM sent to this process as soon as it has printed a text."""
