@@ -51,7 +51,7 @@ ONE_CALL = "one call of the system removes one file, or gives it its name"
 OWN = "names that begin with .tmp-, or places of a living process: nobody reads them"
 CALLS = "only calls others that are named here"
 _PLACES = {
-    CALLS: "remote/uploader.py Uploader._failure_of, run/atomic.py _remove",
+    CALLS: "launcher/resume/remote.py fetch.bring, remote/uploader.py Uploader._failure_of, run/atomic.py _remove",
     ONE_CALL: (
         "launcher/launch.py with_evaluations, orchestrator/evaluation/results.py ResultsFile._write, "
         "run/atomic.py write_file, run/record_log.py RecordLog.__init__, trainer/model/weight_offers.py "

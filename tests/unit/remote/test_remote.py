@@ -363,8 +363,10 @@ class TestFetch:
     ) -> None:
         """Else the next start would take the checkpoint for all, and be another run that samples with other weights."""
         _fail_once(monkeypatch, method, name)
+        (killed := empty.checkpoints / ".tmp-step_3-0").mkdir(parents=True)
         with pytest.raises(StorageError, match=f"reading {name} failed"):
             fetch(url, empty, "auto", older_weights=2)
+        assert not killed.exists(), "it takes the room of what is fetched"
         assert fetch(url, empty, "auto", older_weights=2) == 3
         assert empty.run_id() == "run" and empty.published_weights() == [1, 2] and empty.committed_steps() == [3]
 

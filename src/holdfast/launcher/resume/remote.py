@@ -50,6 +50,7 @@ def fetch(
 
     def bring(step: int) -> None:
         started, place = time.monotonic(), run_dir.checkpoint(step)
+        run_dir.clear_leftovers(of_batches=False)  # of a download that was killed: there may be no room for two
 
         def bring_rest(listing: manifest.Manifest) -> None:
             # The checkpoint comes last: a start after a kill takes it for all.
