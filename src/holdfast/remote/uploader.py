@@ -107,8 +107,10 @@ class Uploader:
         and reason."""
         with self._changed:
             failure, self._failure = self._failure, None
-        if failure is not None:
+        if isinstance(failure, CheckpointError):
             raise failure
+        if failure is not None:  # such as a file of this machine that is gone
+            raise CheckpointError(str(failure)) from failure
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything submitted is uploaded or has failed for good; return whether that came in time. Raise

@@ -480,6 +480,13 @@ class TestUploader:
         uploader.close()
         assert remote.steps() == [2, 3]
 
+    def test_what_is_gone_here_is_an_upload_that_failed(self, here: RunDir, remote: RemoteCheckpoints) -> None:
+        """Which `ckpt.on_failure` decides about, as about others."""
+        uploader = Uploader(remote)
+        uploader.submit(write_checkpoint(here, 1), 1, weights=[here.weights_of(0)])
+        with pytest.raises(CheckpointError, match="weights/step_0/manifest.json cannot be read: No such file"):
+            uploader.close()
+
     def test_no_step_comes_before_whose_it_is(
         self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
     ) -> None:
