@@ -215,6 +215,7 @@ class Uploader:
                 self._is_cleared = True
         except Exception as error:  # noqa: BLE001 - raised by the next call
             _log.error("uploading step %d failed: %s", job.step, error)
+            self._is_cleared = False  # it may have left parts of a file
             return error
         return None
 
