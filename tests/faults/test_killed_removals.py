@@ -51,7 +51,7 @@ ONE_CALL = "one call of the system removes one file, or gives it its name"
 OWN = "names that begin with .tmp-, or places of a living process: nobody reads them"
 CALLS = "only calls others that are named here"
 _PLACES = {
-    CALLS: "launcher/resume/remote.py _bring, remote/uploader.py Uploader._failure_of, run/atomic.py _remove",
+    CALLS: "launcher/resume/remote.py fetch.bring, remote/uploader.py Uploader._failure_of, run/atomic.py _remove",
     ONE_CALL: (
         "launcher/launch.py with_evaluations, orchestrator/evaluation/results.py ResultsFile._write, "
         "run/atomic.py write_file, run/record_log.py RecordLog.__init__, trainer/model/weight_offers.py "
@@ -65,7 +65,9 @@ _PLACES = {
         "trainer/model/safetensors_files.py SafetensorsWriter.close, trainer/model/publish.py "
         "WeightPublisher._describe_model, trainer/profiling.py Profiler._write"
     ),
-    "a download over a damaged checkpoint": "remote/checkpoints.py RemoteCheckpoints._download",
+    "a download over a damaged checkpoint": (
+        "launcher/resume/remote.py fetch.bring.bring_rest, remote/checkpoints.py RemoteCheckpoints._download"
+    ),
     "a step in a store": (
         "remote/checkpoints.py RemoteCheckpoints._remove RemoteCheckpoints._remove_directory "
         "RemoteCheckpoints.apply_retention RemoteCheckpoints.clear_leftovers, remote/object_store.py "
@@ -243,7 +245,8 @@ def _download(case: Path) -> None:
     try:
         verify(run_dir.checkpoint(2))
     except CheckpointError:
-        _stored(case).download(2, run_dir.checkpoint(2), make_room=lambda old: set_aside(run_dir, old, 2))
+        place = run_dir.checkpoint(2)
+        _stored(case).download(2, place, before=lambda _: place.exists() and set_aside(run_dir, place, 2))
 
 
 def _tasks(case: Path) -> HeldOutTasks:

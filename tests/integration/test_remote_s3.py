@@ -191,11 +191,12 @@ def test_a_torn_removal_is_no_step(server: S3Server, remote: RemoteCheckpoints, 
 
 
 def test_parts_of_a_cut_off_upload_are_given_up(server: S3Server, remote: RemoteCheckpoints) -> None:
-    for key in ("runs/one/step_2/trainer/__0.distcp", "runs/other/step_2/trainer/__0.distcp"):
+    of_others = [f"runs/{place}/step_2/trainer/__0.distcp" for place in ("one/below", "other")]
+    for key in ("runs/one/step_2/trainer/__0.distcp", "runs/one/weights/step_2/model.safetensors", *of_others):
         server.client.create_multipart_upload(Bucket=BUCKET, Key=key)
     remote.clear_leftovers()
     left = server.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
-    assert [upload["Key"] for upload in left] == ["runs/other/step_2/trainer/__0.distcp"]
+    assert [upload["Key"] for upload in left] == of_others
 
 
 def test_a_store_that_kept_another_size_is_no_commit(server: S3Server, remote: RemoteCheckpoints, here: RunDir) -> None:

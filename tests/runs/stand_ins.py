@@ -5,8 +5,10 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from holdfast.config import TrainerConfig
+from holdfast.errors import ProcessDied
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.plan import Plan
@@ -23,6 +25,7 @@ class Stands:
         self.run_dir.rollouts.mkdir()
         self.attempts = 1  # how many attempts have begun
         self.full_disks = 0  # how often the launcher finds no room for what a new attempt begins with
+        self.lost_hosts = 0  # how often a host is lost before a new attempt
 
     def watch(
         self, *, health_url: str | None = None, restarts: int = 3, heals: bool = True, ckpt: Any = None, **programs: str
@@ -45,6 +48,9 @@ class Stands:
             if self.full_disks:
                 self.full_disks -= 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run_dir.path))
+            if self.lost_hosts:
+                self.lost_hosts -= 1
+                raise ProcessDied("host_1 is lost")
             self.attempts += 1
             return plan()
 
@@ -53,5 +59,6 @@ class Stands:
             restarts=RestartLimit(restarts, 600),
             storage_backoff=StorageBackoff(600),
             heartbeat_timeout_s=60,
+            cluster=Mock() if self.lost_hosts else None,
         )
         return watch(plan(), healing if heals else None)

@@ -11,6 +11,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ import xxhash
 from holdfast.errors import DataError
 from holdfast.inference.weight_files import FLOATS, OUTPUT_LAYER, Architecture, check_fit, check_names, checked
 from holdfast.protocol import transfer
-from holdfast.protocol.transfer import TensorEntry, Transfer, TransferPlan
+from holdfast.protocol.transfer import Offer, TensorEntry, Transfer, TransferPlan
 from holdfast.run.weights import WeightsFile, combined_digest
 
 
@@ -60,7 +61,24 @@ class Incoming:
         Raises:
             DataError: nobody offers it any more, it does not fit the model, or a member did not come.
         """
-        offer, where = wanted.offer, f"the offer of version {wanted.offer.version} at {wanted.offer.address}"
+        joined: Future[Incoming] = Future()
+
+        def run() -> None:
+            try:
+                joined.set_result(cls._join(wanted, rank, architecture, device))
+            except Exception as error:  # noqa: BLE001 - raised below
+                joined.set_exception(error)
+
+        # In a thread: torch waits for ever for a trainer that is frozen, or whose machine is gone.
+        threading.Thread(target=run, name="joining", daemon=True).start()
+        try:
+            return joined.result(2 * wanted.offer.stall_timeout_s)  # its connection, and the members
+        except TimeoutError:
+            raise DataError(f"{_place(wanted.offer)} cannot be taken: no answer came in time") from None
+
+    @classmethod
+    def _join(cls, wanted: Transfer, rank: int, architecture: Architecture, device: torch.device) -> Incoming:
+        offer, where = wanted.offer, _place(wanted.offer)
         timeout = timedelta(seconds=offer.stall_timeout_s)
         host, _, port = offer.address.rpartition(":")
         host, rank = host.strip("[]"), wanted.first_rank + rank
@@ -144,6 +162,10 @@ class Incoming:
             self._arrived.put(combined_digest(files))
         except Exception as error:  # noqa: BLE001 - raised by `receive`
             self._arrived.put(error)
+
+
+def _place(offer: Offer) -> str:
+    return f"the offer of version {offer.version} at {offer.address}"
 
 
 def _check_plan(plan: TransferPlan, architecture: Architecture, where: str) -> None:

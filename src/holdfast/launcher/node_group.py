@@ -213,6 +213,7 @@ class NodeGroup:
         self._head = HeadState(self._registration().name)
         self._refused: dict[int, str] = {}
         self._matching: set[int] = set()
+        self._ready: list[int] = []
         self._rendezvous = Rendezvous(
             self._parallel.rendezvous,
             lambda: msgspec.json.encode(self._registration()),
@@ -266,12 +267,12 @@ class NodeGroup:
         present = self._present()
         # By the turn: a node that has not received the end of the attempt may be about to begin it. Messages may have
         # come since `_follow` looked: a node that it has not compared is not ready.
-        ready = [
+        self._ready = [
             number
             for number, (_, status) in present.items()
             if number in self._matching and not status.runs and status.knows == self._head.turn
         ]
-        is_full = len(ready) == len(present) == self._parallel.nodes - 1
+        is_full = len(self._ready) == len(present) == self._parallel.nodes - 1
         # With one too many it waits as well: the old entry of a restarted node may not have timed out yet.
         self._missing_since = None if len(present) == self._parallel.nodes - 1 else self._missing_since or awake_s()
         return is_full and not self._status.runs
@@ -351,7 +352,8 @@ class NodeGroup:
     def begin(self, attempt: Attempt) -> NodePart:
         """At the head node: tell the others to start, as everything is prepared; return its own part."""
         present = self._present()
-        order = sorted(present, key=lambda number: (present[number][0].rank, present[number][0].holder.host, number))
+        # Not who came since `gather`, perhaps for a node that is lost: that node's rank is still its own.
+        order = sorted(self._ready, key=lambda one: (present[one][0].rank, present[one][0].holder.host, one))
         host = self._parallel.rendezvous[0]
         host = f"[{host}]" if ":" in host else host
         self._run_id = attempt.run_dir.run_id()

@@ -136,11 +136,12 @@ class Supervisor:
             # Before deaths: a scheduler may signal the children as well.
             if (number := self._take_signal()) is not None:
                 return number
+            # Before deaths, too: nobody needs a service any more.
+            if all(child.is_finished for child in self.children if not child.is_service):
+                return None
             failed = [child for child in self.children if child.has_failed]
             if failed:
                 return failed[0]
-            if all(child.is_finished for child in self.children if not child.is_service):
-                return None
             self._wait_for_signal(REFRESH_S)  # no longer: new lines of metrics are not signals
 
     def restart(self, child: Child) -> Child:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -231,7 +232,8 @@ class _Watcher:
 
     def _note_healing(self) -> None:
         """Tell processes that wait for another one to continue to wait, see `heartbeat.Wait`."""
-        (self._beats / HEALING_NAME).touch()
+        with suppress(OSError):  # where several hosts share it, it may be on the storage that is waited for
+            (self._beats / HEALING_NAME).touch()
 
     def _bring_back(self, child: Child) -> Child | Plan | int | None:
         """Start a dead child again after a delay, or raise `ProcessDied`; return the outcome as `_run` does."""
@@ -260,7 +262,15 @@ class _Watcher:
             number = self._wait_for_places(self._healing)
             if number is None and self._group is not None:
                 number = self._group.gather(self._pause, self._console.say)
-            return self._until_storage_takes_it(self._healing.again) if number is None else number
+            if number is not None:
+                return number
+            try:
+                return self._until_storage_takes_it(self._healing.again)
+            except ProcessDied as lost:  # a host, since it had a place
+                if self._healing.cluster is None:
+                    raise
+                self._console.say(str(lost))
+                return self._bring_back(child)
         return self._watch_after(lambda: self._restart(child))
 
     def _evaluate_again(self, child: Child) -> Child | int | None:

@@ -124,16 +124,16 @@ class RemoteCheckpoints:
                 return f"{self.url}/{name}/{file} {found}, the manifest says {entry.size_bytes}"
         return None
 
-    def download(self, step: int, to: Path, *, make_room: Callable[[Path], object] = atomic.remove_directory) -> None:
+    def download(self, step: int, to: Path, *, before: Callable[[Manifest], object] = lambda _: None) -> None:
         """Copy a step to the directory `to`, verified; on failure `to` stays as before.
 
         Args:
-            make_room: removes or moves an existing directory, once the download is whole.
+            before: called once the download is whole, before it takes the place of `to`.
 
         Raise CheckpointError if the step is not there or damaged, naming the file; RunDirError if `to` cannot be
         written, which is not a fault of the step.
         """
-        self._download(f"step_{step}", "checkpoint", step, to, make_room)
+        self._download(f"step_{step}", "checkpoint", step, to, before)
 
     def download_weights(self, version: int, to: Path) -> bool:
         """Copy the weights of a version to `to`; return whether they are there. Raise CheckpointError if they are
@@ -141,10 +141,12 @@ class RemoteCheckpoints:
         name = f"{WEIGHTS_DIR}/step_{version}"
         if self._store.read(f"{name}/{MANIFEST_NAME}") is None:
             return False
-        self._download(name, "weights", version, to, atomic.remove_directory)
+        self._download(name, "weights", version, to)
         return True
 
-    def _download(self, name: str, kind: Kind, step: int, to: Path, make_room: Callable[[Path], object]) -> None:
+    def _download(
+        self, name: str, kind: Kind, step: int, to: Path, before: Callable[[Manifest], object] = lambda _: None
+    ) -> None:
         listing, data = self._committed(name, kind, step)
         temporary = atomic.temporary_sibling(to)
         try:
@@ -157,9 +159,10 @@ class RemoteCheckpoints:
                     raise CheckpointError(f"{self.url}/{name}/{file} is missing")
                 manifest.check_file(target, entry, where=f"{self.url}/{name}/{file}")
             (temporary / MANIFEST_NAME).write_bytes(data)
+            before(listing)
             if to.exists():
                 # Only now: until the download is whole, the old directory may be the only copy.
-                make_room(to)
+                atomic.remove_directory(to)
             atomic.publish_directory(temporary, to)
         except OSError as error:
             raise RunDirError(f"{to} cannot be written: {error}. Nothing is wrong with {self.url}.") from error
@@ -200,7 +203,8 @@ class RemoteCheckpoints:
                 if all(self._store.read(f"{name}/{mark}") is None for mark in marks):
                     removed += self._store.remove_tree(name)
         try:
-            self._store.remove_parts()
+            for begin in ("step_", f"{WEIGHTS_DIR}/step_"):  # others may be of a run below this one's
+                self._store.remove_parts(begin)
         except StorageError as error:  # many keys may read, write and remove, but not this
             _log.warning("parts of unfinished uploads may be left: %s", error)
         return removed

@@ -186,15 +186,13 @@ class ObjectStore:
             self._call(f"removing {directory}", "rm", self._path(directory), recursive=True)
         return names
 
-    def remove_parts(self) -> int:
-        """Give up unfinished uploads of large files: S3 keeps their parts, unseen but paid for. Return how many."""
+    def remove_parts(self, begin: str) -> int:
+        """Give up unfinished uploads of large files whose names begin so: S3 keeps their parts, unseen but paid for.
+        Return how many."""
         if not hasattr(self._fs, "list_multipart_uploads"):
             return 0
-        bucket, _, key = self._root.partition("/")
-        prefix = f"{key}/" if key else ""
-        found = self._call(
-            "listing unfinished uploads", "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=prefix
-        )
+        bucket, _, key = self._path(begin).partition("/")
+        found = self._call("listing unfinished uploads", "call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key)
         uploads = found.get("Uploads", [])
         for upload in uploads:
             self._call("giving up an unfinished upload", "abort_mpu", bucket, upload["Key"], upload["UploadId"])

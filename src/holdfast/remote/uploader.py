@@ -107,8 +107,10 @@ class Uploader:
         and reason."""
         with self._changed:
             failure, self._failure = self._failure, None
-        if failure is not None:
+        if isinstance(failure, CheckpointError):
             raise failure
+        if failure is not None:  # such as a file of this machine that is gone
+            raise CheckpointError(str(failure)) from failure
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything submitted is uploaded or has failed for good; return whether that came in time. Raise
@@ -196,10 +198,10 @@ class Uploader:
             if not job.directory.exists():
                 _log.warning("step %d is not uploaded: %s was removed meanwhile", job.step, job.directory)
                 return None
+            self._write_identity()  # first: another machine takes a step without it for a run that begins today
             if self._remote.upload(job.directory, job.step, weights=job.weights):
                 _log.info("uploaded step %d to %s in %.1f s", job.step, self._remote.url, time.monotonic() - started)
-            if self._run_dir is not None:
-                self._remote.write_identity(self._run_dir)
+            self._write_identity()  # trackers have come further
             self._has_uploaded = True
             protected = self._protected | {job.step}
             removed = self._remote.apply_retention(
@@ -213,5 +215,10 @@ class Uploader:
                 self._is_cleared = True
         except Exception as error:  # noqa: BLE001 - raised by the next call
             _log.error("uploading step %d failed: %s", job.step, error)
+            self._is_cleared = False  # it may have left parts of a file
             return error
         return None
+
+    def _write_identity(self) -> None:
+        if self._run_dir is not None:
+            self._remote.write_identity(self._run_dir)

@@ -62,6 +62,15 @@ def test_a_service_that_ends_by_itself_failed_even_with_code_0(tmp_path: Path) -
         assert supervisor.run(lambda: None) is service and service.process.returncode == 0
 
 
+def test_a_service_that_dies_when_all_is_done_is_not_missed(tmp_path: Path) -> None:
+    with Supervisor() as supervisor:
+        for is_service in (True, False):
+            name, code = ("service", "sys.exit(3)") if is_service else ("worker", "")
+            child = supervisor.start(name, python(code), tmp_path / name, environment={}, is_service=is_service)
+            child.process.wait()
+        assert supervisor.run(lambda: None) is None
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
     signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may have it ignored

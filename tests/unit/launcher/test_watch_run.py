@@ -80,6 +80,21 @@ def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: 
     assert stands.attempts == 2
 
 
+def test_a_run_heals_where_its_processes_cannot_be_told(stands: Stands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_run, "HEALING_NAME", "x" * 300)  # longer than a name may be
+    trainer = f"if start == 1: sys.exit({STORAGE_FAILED})\n{_UNTIL_A_BATCH}made('weights/step_1')"
+    assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
+
+
+def test_a_host_that_is_lost_while_an_attempt_is_prepared_is_one_more_death(
+    stands: Stands, told: Callable[[], str]
+) -> None:
+    stands.lost_hosts = 2
+    trainer = f"if start == 1: sys.exit(1)\n{_UNTIL_A_BATCH}made('weights/step_1')"
+    assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
+    assert "host_1 is lost" in told() and "(restart 3 of 3)" in told()
+
+
 @pytest.fixture
 def terminated_when(told: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     """Return what has SIGTERM sent to this process as soon as it has printed a text."""

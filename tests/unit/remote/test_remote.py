@@ -276,6 +276,12 @@ class TestFetch:
         empty.create(forked_from={"run_id": "run", "step": 3, "path": "/elsewhere/checkpoints/step_3"})
         assert fetch(url, empty, "latest") == 3
 
+    def test_a_fork_stays_itself_on_another_machine(self, url: str, empty: RunDir, tmp_path: Path) -> None:
+        there = RunDir(tmp_path / "there")
+        there.create(forked_from={"run_id": "run", "step": 3, "path": "/elsewhere"}, created_unix_s=1)
+        RemoteCheckpoints(url).write_identity(there)
+        assert fetch(url, empty, "latest") == 3 and empty.identity() == there.identity()
+
     def test_another_machine_is_the_same_run_for_trackers(self, url: str, empty: RunDir, tmp_path: Path) -> None:
         there = RunDir(tmp_path / "there")
         there.create(forked_from={"run_id": "other", "step": 7, "path": "/elsewhere"})
@@ -294,7 +300,7 @@ class TestFetch:
         cursor = take_cursor(empty, "wandb")
         assert (cursor.tracked_id, cursor.step) == ("run-2", 0), "what was sent of steps behind 2 is another way"
         assert take_cursor(empty, "trackio").step == 1
-        empty.note_rewind(1, by_attempt=3)
+        empty.note_rewind(1, by_attempt=2)  # of this machine
         set_aside_remote_after(url, 1, empty)
         third = RunDir(tmp_path / "third")
         assert fetch(url, third, "latest") == 1 and third.rewinds() == [2, 1]
@@ -347,6 +353,22 @@ class TestFetch:
         with pytest.raises(StorageError, match=f"reading {name} failed: PermissionError: not yours") as caught:
             fetch(url, empty, wanted, older_weights=2, say=said.append)
         assert "Choose another step" not in str(caught.value) and "WARNING" not in "".join(said)
+
+    @pytest.mark.parametrize(
+        ("method", "name"),
+        [("cat_file", "run/run.json"), ("get_file", "weights/step_1/model.safetensors")],
+    )
+    def test_a_fetch_that_was_cut_off_is_completed_by_the_next(
+        self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, name: str
+    ) -> None:
+        """Else the next start would take the checkpoint for all, and be another run that samples with other weights."""
+        _fail_once(monkeypatch, method, name)
+        (killed := empty.checkpoints / ".tmp-step_3-0").mkdir(parents=True)
+        with pytest.raises(StorageError, match=f"reading {name} failed"):
+            fetch(url, empty, "auto", older_weights=2)
+        assert not killed.exists(), "it takes the room of what is fetched"
+        assert fetch(url, empty, "auto", older_weights=2) == 3
+        assert empty.run_id() == "run" and empty.published_weights() == [1, 2] and empty.committed_steps() == [3]
 
     def test_damaged_manifests_say_nothing_of_whose_run_it_is(self, url: str, place: Path, empty: RunDir) -> None:
         empty.create()
@@ -457,6 +479,38 @@ class TestUploader:
         assert uploader.wait(timeout_s=HANG_S)
         uploader.close()
         assert remote.steps() == [2, 3]
+
+    def test_what_a_failed_upload_left_goes_after_the_next(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cleared: list[str] = []
+        monkeypatch.setattr(remote, "clear_leftovers", lambda: cleared.append("") or [])
+        uploader = Uploader(remote)
+        _submit(uploader, here, 1, 2)
+        assert uploader.wait(timeout_s=HANG_S) and len(cleared) == 1
+        monkeypatch.setattr("holdfast.remote.uploader._FIRST_PAUSE_S", 0.001)
+        _fail_once(monkeypatch, "put_file", "step_3/trainer/__1.distcp")
+        _submit(uploader, here, 3)
+        assert uploader.wait(timeout_s=HANG_S) and len(cleared) == 2
+        uploader.close()
+
+    def test_what_is_gone_here_is_an_upload_that_failed(self, here: RunDir, remote: RemoteCheckpoints) -> None:
+        """Which `ckpt.on_failure` decides about, as about others."""
+        uploader = Uploader(remote)
+        uploader.submit(write_checkpoint(here, 1), 1, weights=[here.weights_of(0)])
+        with pytest.raises(CheckpointError, match="weights/step_0/manifest.json cannot be read: No such file"):
+            uploader.close()
+
+    def test_no_step_comes_before_whose_it_is(
+        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here.create()
+        _fail_once(monkeypatch, "pipe_file", "run/run.json")
+        uploader = Uploader(remote, run_dir=here)
+        _submit(uploader, here, 1)
+        with pytest.raises(StorageError, match="not yours"):
+            uploader.close()
+        assert remote.steps() == [] and remote.read_identity() == {}
 
     def test_what_is_read_is_in_use(self, here: RunDir, place: Path, caplog: pytest.LogCaptureFixture) -> None:
         remote = _Slow(f"file://{place}")

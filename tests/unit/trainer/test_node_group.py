@@ -298,6 +298,23 @@ def test_a_silent_node_is_lost_and_comes_again_under_another_number(nodes: Nodes
     nodes.begin(leader, _ended(thawed), number=2)
 
 
+def test_who_comes_while_the_head_node_prepares_takes_part_in_the_next_attempt(nodes: Nodes) -> None:
+    """For a command that was killed meanwhile, which the head node does not miss yet: it would be one rank too many."""
+    leader, killed = nodes.group(silent_s=0.5), nodes.group()
+    joining = nodes.gather(killed)
+    assert nodes.gather(leader).result(HANG_S) is None
+    killed._rendezvous._ended.set()
+    joining.cancel()
+    again = nodes.group()
+    until(lambda: len(leader._rendezvous.others()) == 2)
+    nodes.run_dir.create()
+    nodes.settings(1)
+    leader.begin(Attempt(nodes.run_dir, 1, None))
+    assert leader._head.ranks == {killed._rendezvous.number: 1}
+    assert "has not been heard" in reason(leader)
+    assert nodes.begin(_ended(leader), again, number=2)[1].rank == 1
+
+
 def _ended(group: NodeGroup) -> NodeGroup:
     group.trainer_died("was ended")
     return group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.errors import CheckpointError, RunDirError, StorageError
 from holdfast.launcher.resume.resume_step import set_aside
@@ -47,14 +47,24 @@ def fetch(
     _refuse_another_run(remote, steps, run_dir, wanted)
     if wanted is None:
         return None
+
+    def bring(step: int) -> None:
+        started, place = time.monotonic(), run_dir.checkpoint(step)
+        run_dir.clear_leftovers(of_batches=False)  # of a download that was killed: there may be no room for two
+
+        def bring_rest(listing: manifest.Manifest) -> None:
+            # The checkpoint comes last: a start after a kill takes it for all.
+            _adopt(remote, run_dir, listing.run_id, say)
+            _fetch_weights(remote, run_dir, range(max(0, step - older_weights), step), say)
+            if place.exists():  # damaged: parts of it may be needed
+                set_aside(run_dir, place, run_dir.next_attempt())
+
+        remote.download(step, place, before=bring_rest)
+        say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
+
     if wanted in ("latest", "auto", -1):
-        step = _fetch_newest(remote, steps, run_dir, how, say)
-    else:
-        step = _fetch_one(remote, steps, run_dir, int(wanted), how, say)
-    if step is not None:
-        _adopt(remote, run_dir, manifest.read_manifest(run_dir.checkpoint(step)).run_id, say)
-        _fetch_weights(remote, run_dir, range(max(0, step - older_weights), step), say)
-    return step
+        return _fetch_newest(remote, steps, run_dir, how, bring, say)
+    return _fetch_one(remote, steps, run_dir, int(wanted), how, bring)
 
 
 def set_aside_remote_after(url: str, step: int, run_dir: RunDir) -> None:
@@ -103,7 +113,7 @@ def _fetch_one(
     run_dir: RunDir,
     wanted: int,
     how: Verification,
-    say: Callable[[str], None],
+    bring: Callable[[int], None],
 ) -> int | None:
     here = run_dir.steps_there()
     if wanted in steps:
@@ -117,7 +127,7 @@ def _fetch_one(
             f"nor at {remote.url} (committed steps: {_listed(steps)})."
         )
     try:
-        _bring(remote, run_dir, wanted, say)
+        bring(wanted)
     except StorageError:
         raise
     except CheckpointError as error:
@@ -132,12 +142,17 @@ def _listed(steps: list[int]) -> str:
 
 
 def _fetch_newest(
-    remote: RemoteCheckpoints, steps: list[int], run_dir: RunDir, how: Verification, say: Callable[[str], None]
+    remote: RemoteCheckpoints,
+    steps: list[int],
+    run_dir: RunDir,
+    how: Verification,
+    bring: Callable[[int], None],
+    say: Callable[[str], None],
 ) -> int | None:
     here = next((step for step in reversed(run_dir.steps_there()) if _is_intact(run_dir, step, how)), None)
     newest, damaged = newest_intact(
         [step for step in steps if here is None or step > here],
-        lambda step: _bring(remote, run_dir, step, say),
+        bring,
         say=lambda text: say(f"WARNING: {text}"),
         what="remote checkpoint",
         passing=(StorageError,),
@@ -147,31 +162,26 @@ def _fetch_newest(
     return newest
 
 
-def _bring(remote: RemoteCheckpoints, run_dir: RunDir, step: int, say: Callable[[str], None]) -> None:
-    started = time.monotonic()
-    # A damaged checkpoint here is set aside: parts of it may be needed.
-    remote.download(
-        step, run_dir.checkpoint(step), make_room=lambda old: set_aside(run_dir, old, run_dir.next_attempt())
-    )
-    say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
-
-
 def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callable[[str], None]) -> None:
     """Give an empty directory the identity of the run of the checkpoint."""
     if run_dir.holds_run() or not run_id:
         return
     files = remote.read_identity()
+    identity: dict[str, Any]
     try:
-        theirs = checked.decode(files["run.json"]).get("run_id") if files else None
+        identity = checked.decode(files["run.json"]) if files else {}
     except ValueError:
-        theirs = "a damaged file"
-    if theirs != run_id:
+        identity = {"run_id": "a damaged file"}
+    theirs = identity.get("run_id")
+    # A fork holds a step of its first run.
+    if run_id not in (theirs, identity.get("forked_from", {}).get("run_id")):
         if theirs is not None:
             say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
-        identity = {"run_id": run_id, "created_unix_s": int(time.time())}
-        files = {"run.json": checked.encode(identity)}
+        identity, files = {"run_id": run_id, "created_unix_s": int(time.time())}, {}
+    identity.pop("rewound_by_attempt", None)  # attempts count from 1 here
+    files["run.json"] = checked.encode(identity)
     # run.json last: it makes this the directory of a run.
-    for name in sorted(files, reverse=True):
+    for name in sorted(files, key="run.json".__eq__):
         path = run_dir.path / name
         atomic.make_directory(path.parent)
         atomic.write_file(path, files[name])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
@@ -144,6 +145,16 @@ def test_an_offer_is_refused_before_anything_is_sent(offers: WeightOffers, tmp_p
     for other in ({"num_members": 3}, {"attempt": "second"}):  # such as of an orchestrator that was started again
         with pytest.raises(DataError, match="is not open any more: '2 first', asked for was '"):
             join(second, **other)
+
+
+def test_a_sender_that_does_not_answer_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen, ThreadPoolExecutor() as pool:
+        offer = Offer(1, "digest", f"127.0.0.1:{frozen.getsockname()[1]}", stall_timeout_s=0.1)
+        joining = pool.submit(join, offer)
+        wait([joining], HANG_S)
+        frozen.shutdown(socket.SHUT_RDWR)  # torch's client still waits
+        with pytest.raises(DataError, match="cannot be taken: no answer came in time"):
+            joining.result(HANG_S)
 
 
 def test_a_sender_that_stops_is_noticed(offers: WeightOffers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
