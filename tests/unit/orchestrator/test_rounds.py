@@ -222,6 +222,23 @@ def test_workers_and_their_deaths_change_nothing(tmp_path: Path) -> None:
         assert _faulty(tmp_path / on_error, faults | {"9": "killed once"}, workers=2, on_error=on_error) == straight
 
 
+@pytest.mark.launch
+def test_a_group_that_has_ended_its_worker_is_not_played_again_by_a_resumed_run(tmp_path: Path) -> None:
+    section = {"id": "tests.runs.environments:Crashing", "workers": 4, "on_error": "drop"}
+    common: dict[str, Any] = {"async_level": 3, "problems_per_step": 2, "environments": [section]}
+    straight = _in_rounds(tmp_path / "straight", FakeEngine(), **common)
+    assert [one.reason for one in journal.read_batch(RunDir(tmp_path / "straight"), 4).dropped] == ["crash"]
+    engine, resumed = FakeEngine(), RunDir(tmp_path / "resumed")
+    _in_rounds(resumed.path, engine, max_steps=3, **common)
+    commit_checkpoint(resumed, 3)
+    with serving(engine):
+        run(make_config(resumed.path, engine, max_steps=6, ckpt={"resume_step": 3}, **(ROUNDS | common)), start=3)
+    assert read_rollouts(resumed, range(1, 7)) == straight
+    for step in range(1, 7):
+        states = [(run_dir / f"rollouts/step_{step}/orchestrator.json").read_bytes() for run_dir in tmp_path.iterdir()]
+        assert states[0] == states[1]
+
+
 def test_a_group_that_fails_is_dropped_or_ends_the_run(tmp_path: Path) -> None:
     made = _faulty(tmp_path / "dropped", {"1": "raises", "5": "raises"}, on_error="drop")
     assert [one.task_id for _, dropped in made for one in dropped] == [1, 5]
