@@ -14,6 +14,7 @@ from holdfast import Message, TaskSeed
 from holdfast.commands.rollouts_trace import trace, way_to
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, InferenceError
+from holdfast.orchestrator import group_players
 from holdfast.orchestrator.env.interface import Score, Session, Task
 from holdfast.orchestrator.state import read_state
 from holdfast.protocol.rollouts import Rollout
@@ -237,6 +238,15 @@ def test_a_group_that_has_ended_its_worker_is_not_played_again_by_a_resumed_run(
     for step in range(1, 7):
         states = [(run_dir / f"rollouts/step_{step}/orchestrator.json").read_bytes() for run_dir in tmp_path.iterdir()]
         assert states[0] == states[1]
+
+
+@pytest.mark.launch
+def test_no_group_is_blamed_for_another_that_lacks_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_players, "MOST_KILLED", 1)
+    args = {"args": {"lacks_memory": True}, "workers": 1, "on_error": "drop"}
+    section = {"id": "tests.runs.environments:Crashing", **args}
+    _in_rounds(tmp_path, FakeEngine(), max_steps=1, environments=[section], problems_per_step=2)
+    assert journal.read_batch(RunDir(tmp_path), 1).dropped == []
 
 
 def test_a_group_that_fails_is_dropped_or_ends_the_run(tmp_path: Path) -> None:
