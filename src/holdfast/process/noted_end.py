@@ -15,7 +15,7 @@ from holdfast.process.child import die_with_parent, killed_by
 from holdfast.process.imports import module_command
 
 _PLACE = 16
-"""Bytes of the memory for the end, behind which the program's process id is."""
+"""Bytes of the memory for the end; the program's process id comes after them."""
 
 
 class Ending:
