@@ -1,6 +1,7 @@
 """Environments for runs: of two turns, judged, graded, or held in the middle; they import little."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,30 @@ class TwoTurns(Environment):
 
 def _same_letters(said: str, right: str) -> int:
     return sum(one == other for one, other in zip(said, right, strict=False))
+
+
+class Crashing(Environment):
+    """Tasks 0 and 1 are long; in task 2 some sessions end their process, or lack memory, while the others go on."""
+
+    def __init__(self, *, lacks_memory: bool = False) -> None:
+        self._lacks_memory = lacks_memory
+
+    def make_task(self, seed: TaskSeed) -> Task:
+        return Task(prompt=[Message("user", f"{seed.number}")], answer=str(seed.index))
+
+    async def run(self, session: Session, task: Task) -> None:
+        await session.sample(max_tokens=4)
+        if task.answer == "2" and session.token_ids[-1] % 2:
+            if self._lacks_memory:
+                raise MemoryError
+            await asyncio.sleep(0.2)
+            os._exit(7)
+        for _ in range({"0": 9, "1": 9, "2": 40}.get(task.answer, 1)):
+            session.append_messages([Message("user", "again")])
+            await session.sample(max_tokens=4)
+
+    async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
+        return [Score(float(len(session.token_ids))) for session in sessions]
 
 
 class Graded(Environment):

@@ -91,7 +91,7 @@ _TAIL = 1 << 13
 _MOST_OUTPUT_BYTES = 1 << 24
 """Shown of one worker: an environment that prints without end must not fill the disk of the log."""
 
-DeathKind = Literal["crashed", "hung", "killed"]
+DeathKind = Literal["crashed", "hung", "killed", "closed"]
 
 
 class GroupKilled(ProcessKilled):
@@ -103,7 +103,7 @@ class GroupKilled(ProcessKilled):
 
 
 class WorkerDied(Exception):
-    """A worker ended: it `crashed` (exit or signal), `hung` (code blocked it) or was `killed` from outside."""
+    """A worker `crashed` (exit or signal), `hung` (code blocked it), was `killed` from outside, or was `closed`."""
 
     def __init__(self, kind: DeathKind, told: str) -> None:
         super().__init__(told)
@@ -186,10 +186,10 @@ class _Running:
                 self._send(Cancel(number))
 
     async def close(self) -> None:
-        """End the process with all that it has started; its groups count as killed."""
+        """End the process with all that it has started; others play its groups again."""
         await asyncio.wait([self._beginning])
         if not self.is_over:
-            self._kind = self._kind or "killed"
+            self._kind = self._kind or "closed"
             self._writer.close()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
@@ -312,7 +312,8 @@ class _Running:
         kind, told = self._how_it_ended(code)
         if not self.is_ready.done():
             what = f"environment '{self._name}': a worker ended while it loaded it: {told}"
-            self.is_ready.set_exception(WorkerDied(kind, told) if kind == "killed" else EnvironmentFailure(what))
+            is_blamed = kind not in ("killed", "closed")
+            self.is_ready.set_exception(EnvironmentFailure(what) if is_blamed else WorkerDied(kind, told))
         if self._groups:
             _log.warning("a worker of environment '%s' ended with %d groups: %s", self._name, len(self._groups), told)
         for group in self._groups.values():
@@ -321,6 +322,8 @@ class _Running:
 
     def _how_it_ended(self, code: int) -> tuple[DeathKind, str]:
         last = self._output.last_line()
+        if self._kind == "closed":
+            return "closed", "its worker was ended, since a group of it was out of memory"
         if self._unreadable:
             return "crashed", f"its worker sent what cannot be read ({self._unreadable})"
         if code == STUCK:
@@ -445,6 +448,8 @@ class Workers:
             except WorkerDied as death:
                 is_named = str(death).startswith(what)
                 told = str(death) if is_named else f"{what}: {death}"
+                if death.kind == "closed":
+                    continue
                 if death.kind == "killed":
                     raise GroupKilled(told, is_alone=is_alone) from None
                 if is_alone or (is_named and death.kind == "hung"):

@@ -28,7 +28,7 @@ from holdfast.orchestrator.judge_client import guarded
 from holdfast.orchestrator.state import OpenGroup, OrchestratorState, RoundsState, TaskSeed, stable_seed
 from holdfast.orchestrator.weight_sync import PublishedWeights
 from holdfast.protocol.inference import Completion
-from holdfast.protocol.rollouts import Logprobs, Sampling, TokenIds, VersionSpan, decode_packed, encode_packed
+from holdfast.protocol.rollouts import Dropped, Logprobs, Sampling, TokenIds, VersionSpan, decode_packed, encode_packed
 
 _log = logging.getLogger("orchestrator")
 
@@ -74,8 +74,11 @@ class _LiveGroup:
         self._turns = TurnCache(self)
         self._turns.is_resting = lambda: not self._has_ended and self._is_settled()
         player = GroupPlayer(maker.config, maker.tokenizer, self, maker.workers)
-        self._playing = asyncio.create_task(player.play(problem, entry.step, turns=self._turns))
+        self._playing = asyncio.create_task(self._play(player))
         self._playing.add_done_callback(self._note_end)
+
+    async def _play(self, player: GroupPlayer) -> Outcome:
+        return self.entry.dropped or await player.play(self.problem, self.entry.step, turns=self._turns)
 
     @property
     def num_waiting(self) -> int:
@@ -145,6 +148,17 @@ class _LiveGroup:
         return max(
             begin if clock.first < 0 else clock.first + own for clock, own in zip(self._clocks, rounds, strict=True)
         )
+
+    def note_drop(self) -> None:
+        """Note in the state that the group was dropped before its sessions had ended.
+
+        Played again, its sessions might get further until then, as far as the rounds allow that were played since.
+        """
+        if self._playing.done() and not all(clock.has_ended for clock in self._clocks):
+            outcome = self._playing.result()
+            assert isinstance(outcome, Dropped)
+            self.entry.dropped, self.entry.first_rounds = outcome, [self._end_round()] * len(self._clocks)
+            self.parts.clear()
 
     def _note_end(self, playing: asyncio.Task[Outcome]) -> None:
         error = None if playing.cancelled() else playing.exception()
@@ -338,6 +352,8 @@ class RoundsMaker(BatchMaker):
     def _keep(self, state: OrchestratorState, rounds: RoundsState) -> None:
         """Write what is open into the state."""
         rounds.round = self.round
+        for group in self._open:
+            group.note_drop()
         rounds.open = [group.entry for group in self._open]
         # Sorted, because engines answer in any order.
         rounds.parts = _encode([sorted(group.parts.values(), key=_order) for group in self._open])

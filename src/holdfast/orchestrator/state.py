@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from holdfast.errors import CheckpointError
+from holdfast.protocol.rollouts import Dropped
 from holdfast.run.journal import Counts
 
 STATE_FORMAT = 2
@@ -63,6 +64,7 @@ class OpenGroup(msgspec.Struct, kw_only=True):
         step: the batch that was being made when it was drawn, which seeds its samples.
         version: the policy version at that time.
         first_rounds: the first round of each session; -1: it waits for a slot.
+        dropped: why its sessions did not come to their end, as when its worker crashed; None if they may.
     """
 
     environment: str
@@ -72,6 +74,7 @@ class OpenGroup(msgspec.Struct, kw_only=True):
     step: int
     version: int
     first_rounds: list[int]
+    dropped: Dropped | None = None
 
 
 class RoundsState(msgspec.Struct, kw_only=True):

@@ -14,6 +14,7 @@ from holdfast import Message, TaskSeed
 from holdfast.commands.rollouts_trace import trace, way_to
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, InferenceError
+from holdfast.orchestrator import group_players
 from holdfast.orchestrator.env.interface import Score, Session, Task
 from holdfast.orchestrator.state import read_state
 from holdfast.protocol.rollouts import Rollout
@@ -220,6 +221,32 @@ def test_workers_and_their_deaths_change_nothing(tmp_path: Path) -> None:
     faults = halfway | {"1": "killed once", "3": "halfway memory once", "4": "exits once", "6": "detached once"}
     for on_error in ("stop", "drop"):
         assert _faulty(tmp_path / on_error, faults | {"9": "killed once"}, workers=2, on_error=on_error) == straight
+
+
+@pytest.mark.launch
+def test_a_group_that_has_ended_its_worker_is_not_played_again_by_a_resumed_run(tmp_path: Path) -> None:
+    section = {"id": "tests.runs.environments:Crashing", "workers": 4, "on_error": "drop"}
+    common: dict[str, Any] = {"async_level": 3, "problems_per_step": 2, "environments": [section]}
+    straight = _in_rounds(tmp_path / "straight", FakeEngine(), **common)
+    assert [one.reason for one in journal.read_batch(RunDir(tmp_path / "straight"), 4).dropped] == ["crash"]
+    engine, resumed = FakeEngine(), RunDir(tmp_path / "resumed")
+    _in_rounds(resumed.path, engine, max_steps=3, **common)
+    commit_checkpoint(resumed, 3)
+    with serving(engine):
+        run(make_config(resumed.path, engine, max_steps=6, ckpt={"resume_step": 3}, **(ROUNDS | common)), start=3)
+    assert read_rollouts(resumed, range(1, 7)) == straight
+    for step in range(1, 7):
+        states = [(run_dir / f"rollouts/step_{step}/orchestrator.json").read_bytes() for run_dir in tmp_path.iterdir()]
+        assert states[0] == states[1]
+
+
+@pytest.mark.launch
+def test_no_group_is_blamed_for_another_that_lacks_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_players, "MOST_KILLED", 1)
+    args = {"args": {"lacks_memory": True}, "workers": 1, "on_error": "drop"}
+    section = {"id": "tests.runs.environments:Crashing", **args}
+    _in_rounds(tmp_path, FakeEngine(), max_steps=1, environments=[section], problems_per_step=2)
+    assert journal.read_batch(RunDir(tmp_path), 1).dropped == []
 
 
 def test_a_group_that_fails_is_dropped_or_ends_the_run(tmp_path: Path) -> None:

@@ -395,7 +395,7 @@ class _Rollout:
         self._tools: list[Any] | None = None
         self._parse: Parser | None = None
         self._body = b""
-        self._answered: list[tuple[ChatRequest, dict[str, Any]]] = []
+        self._outcomes: list[tuple[ChatRequest, dict[str, Any] | Refused]] = []
         self._num_replayed: int | None = None
         self._turn: asyncio.Task[dict[str, Any]] | None = None
         self.too_long: PromptTooLong | None = None
@@ -412,6 +412,8 @@ class _Rollout:
     def restart(self) -> None:
         self._num_replayed = 0
         self._body = b""
+        for reason in REFUSALS:  # it comes, and counts, again
+            self._counts.pop(f"refused/{reason}", None)
 
     async def end(self) -> None:
         if self._turn is not None:
@@ -424,7 +426,7 @@ class _Rollout:
             if self._turn is not None and is_retry and body == self._body:
                 return await asyncio.shield(self._turn)
             request = read_request(body, model=MODEL)
-            if self._turn is not None and self._num_replayed == len(self._answered):
+            if self._turn is not None and self._num_replayed == len(self._outcomes):
                 await asyncio.wait([self._turn])  # the last request of the harness that died
             if (known := self._replayed(request)) is not None:
                 return known
@@ -442,6 +444,15 @@ class _Rollout:
         return answer
 
     async def _answer(self, request: ChatRequest) -> dict[str, Any]:
+        try:
+            answer = await self._sampled(request)
+        except Refused as refusal:
+            self._outcomes.append((request, refusal))
+            raise
+        self._outcomes.append((request, answer))
+        return answer
+
+    async def _sampled(self, request: ChatRequest) -> dict[str, Any]:
         session = self._session
         try:
             self._extend(request)
@@ -455,19 +466,20 @@ class _Rollout:
             raise Refused("malformed", str(error)) from None
         reply = reply_of(session, tools=self._tools, parse=self._parse)
         self._said = [*request.messages, reply | {"content": reply["content"] or ""}]
-        answer = completion_of(reply, session, model=MODEL)
-        self._answered.append((request, answer))
-        return answer
+        return completion_of(reply, session, model=MODEL)
 
     def _replayed(self, request: ChatRequest) -> dict[str, Any] | None:
-        """Return the earlier answer to a request of a harness that began again; None for a new request."""
+        """Give a request of a harness that began again the earlier answer or refusal; None for a new request."""
         place, self._num_replayed = self._num_replayed, None
-        if place is None or place >= len(self._answered):
+        if place is None or place >= len(self._outcomes):
             return None
-        if self._answered[place][0] != request:
+        asked, outcome = self._outcomes[place]
+        if asked != request:
             raise Refused("history", f"request {place + 1} differs from that before the harness was started again")
         self._num_replayed = place + 1
-        return self._answered[place][1]
+        if isinstance(outcome, Refused):
+            raise outcome
+        return outcome
 
     def _extend(self, request: ChatRequest) -> None:
         """Append what is new in the request. Raises Refused if it does not continue the conversation."""

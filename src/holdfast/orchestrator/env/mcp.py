@@ -85,8 +85,13 @@ class McpServer:
         self._leave(session)
         raise ToolFailed("server", f"{self._what} has died; the next call starts another")
 
-    def _killed(self) -> ProcessKilled:
-        return ProcessKilled(f"{self._what}: its process was killed from outside")
+    def require_running(self, session: Session) -> None:
+        """Raise ProcessKilled if a signal has stopped the process of `session`."""
+        if self._connections[session].is_stopped():
+            raise self._killed("stopped")
+
+    def _killed(self, how: str = "killed") -> ProcessKilled:
+        return ProcessKilled(f"{self._what}: its process was {how} from outside")
 
     def _leave(self, session: Session) -> None:
         self._connections.pop(session).close()
@@ -154,6 +159,9 @@ class McpTool:
             raise ToolFailed("arguments", f"{self.name}: the arguments must be a JSON object")
         return self._server.call(self.name, arguments, session)
 
+    def require_running(self, session: Session) -> None:
+        self._server.require_running(session)
+
 
 class _Connection:
     """One session with a server, entered and left in one task, as the library requires.
@@ -185,6 +193,10 @@ class _Connection:
     def is_killed(self) -> bool:
         """Whether the server was killed from outside; never known for a server at a URL."""
         return self._ending is not None and self._ending.is_from_outside()
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the server; never known for a server at a URL."""
+        return self._ending is not None and self._ending.is_stopped()
 
     async def _see(self, response: Any) -> None:
         # As the protocol defines it; the library only has a message of the server's.

@@ -95,6 +95,8 @@ class ToolUse:
         except (ToolFailed, SessionFull, HoldfastError, MemoryError):
             raise
         except (_TimeUp, TimeoutError):
+            if isinstance(tool, McpTool):
+                tool.require_running(session)  # the policy must not notice a signal from outside
             raise ToolFailed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
         except (Exception, SystemExit) as error:  # argparse raises SystemExit
             raise ToolFailed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error

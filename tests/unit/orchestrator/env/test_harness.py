@@ -205,6 +205,24 @@ def test_a_harness_that_begins_again_gets_the_same_answers() -> None:
     assert session.texts == ["ba", "c", "d"] and session.request_counts == {"answered": 3, "refused/history": 1}
 
 
+def test_a_harness_that_begins_again_is_refused_the_same() -> None:
+    async def script(endpoint: Endpoint) -> None:
+        told = list[Any]()
+        for _ in range(2):
+            first = await ask(endpoint, USER)
+            too_long = await ask(endpoint, USER, first, {"role": "user", "content": "d" * 40})
+            wrong = await ask(endpoint, USER, seed=1)
+            second = await ask(endpoint, USER, first, {"role": "user", "content": "d"})
+            told.append((first, too_long["error"]["code"], wrong["error"]["code"], second))
+            if len(told) == 1:
+                endpoint.restart()
+        assert told[0] == told[1] and told[0][1] == "context_length_exceeded"
+
+    session = session_of(["ba<|end|>", "c<|end|>"], seq_len=40)
+    play(session, script)
+    assert session.request_counts == {"answered": 2, "refused/full": 1, "refused/parameter": 1}
+
+
 def test_nothing_is_answered_after_the_end() -> None:
     kept: list[Endpoint] = []
 

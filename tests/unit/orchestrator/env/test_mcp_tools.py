@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from holdfast.config.environments import EnvironmentConfig
-from holdfast.errors import ConfigError, EnvironmentFailure
+from holdfast.errors import ConfigError, EnvironmentFailure, ProcessKilled
 from holdfast.orchestrator.env import mcp
 from holdfast.orchestrator.env.guard import prompt_ids_of
 from holdfast.orchestrator.env.harness import HarnessEnvironment
@@ -123,6 +123,19 @@ def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> 
     assert told[6] == "b", "of the new one"
     failed = {name.removeprefix("failed/"): n for name, n in session.tool_counts.items() if name.startswith("failed/")}
     assert failed == {"raised": 3, "timeout": 1, "server": 1, "arguments": 1, "unknown": 1}
+
+
+@pytest.mark.launch
+def test_a_server_that_a_signal_stops_is_no_timeout_to_the_policy() -> None:
+    def stop() -> None:
+        (server,) = [one for one in psutil.Process().children(recursive=True) if STDIO["args"][0] in command_line(one)][
+            1:
+        ]
+        server.suspend()
+
+    settings = settings_of(STDIO, tool_timeout_s=1.0)
+    with pytest.raises(ProcessKilled, match=r"mcp_servers.s0: its process was stopped from outside"):
+        asyncio.run(play(settings, [call("note", text="a"), call("note", text="b"), "done"], before_turn={1: stop}))
 
 
 @pytest.mark.launch
