@@ -28,8 +28,9 @@ TRIES = 4
 """How often a call is tried, when what stopped it may pass."""
 FIRST_DELAY_S = 1.0
 """Pause after the first failure; doubled after each further one, of which a random half is left out."""
-STALLED_S = 120.0
-"""A call in which nothing moves for this long has failed: the part of a large file that is sent at once is 50 MB."""
+STALLED_S = 480.0
+"""A call in which nothing moves for this long has failed: the four parts of a large file that are sent at once are
+200 MB, and only the end of one shows. A request that moves no byte ends sooner, by `read_timeout`."""
 _S3_OPTIONS: dict[str, Any] = {
     "max_concurrency": 4,  # parts of 50 MB in memory
     "config_kwargs": {

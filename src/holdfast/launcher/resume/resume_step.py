@@ -126,9 +126,10 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         last_batch: batches up to this one stay, to be trained again, and the generations of the next one.
     """
     until = {
+        # First: as long as later checkpoints are here, `last_kept_batch` keeps none of them after a kill.
+        run_dir.rollouts: step if last_batch is None else last_batch,
         run_dir.checkpoints: step,
         run_dir.weights: step,
-        run_dir.rollouts: step if last_batch is None else last_batch,
         # Evaluations of versions that sampled a batch that is kept, or that sample the next batch.
         run_dir.evaluations: step if last_batch is None else last_batch,
     }
