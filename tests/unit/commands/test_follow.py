@@ -27,12 +27,12 @@ from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.evaluation.main import load_tasks
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, claim_directory
 from holdfast.run.atomic import TEMPORARY_PREFIX
-from holdfast.run.manifest import library_versions
+from holdfast.run.manifest import library_versions, verify
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 from holdfast.view.console import as_json_lines
 from holdfast.view.follow import ObservedRun
-from tests.builders.checkpoint_files import write_checkpoint
+from tests.builders.checkpoint_files import flip, write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, TOY
 from tests.unit.launcher.test_placement import machine
@@ -176,6 +176,30 @@ def test_others_work_is_waited_for(run_command: RunCommand, tmp_path: Path, monk
     RunDir(other.evaluation(5)).lock()
     monkeypatch.setattr(Supervisor, "pause", lambda *_: signal.SIGTERM)
     assert run_command("evaluate", "--run", other.path, *flags)[0] == 128 + signal.SIGTERM
+
+
+def test_a_damaged_checkpoint_keeps_no_other_step_from_its_evaluation(
+    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = run_of(tmp_path / "run", 5, 10, model={"name": MODEL, "init": "random"})
+    damaged = run_dir.checkpoint(5) / "a_first.txt"
+    flip(damaged)
+
+    def weights(_: Path, step: int, path: Path, **__: bool) -> Path:
+        verify(run_dir.checkpoint(step))
+        return path / name_of_export(run_dir, step)
+
+    def finishes(_: EvaluateConfig, directory: RunDir, __: object) -> int:
+        shutil.rmtree(directory.path)
+        evaluated(run_dir, 10)
+        return 0
+
+    monkeypatch.setattr(evaluate_follow, "weights_of_step", weights)
+    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes)
+    flags = ("--environments", json.dumps(ENVIRONMENTS), "--follow")
+    code, out, err = run_command("evaluate", "--run", run_dir.path, *flags)
+    assert run_dir.is_evaluated(10) and f"WARNING: step 5 is not evaluated: {damaged} is damaged" in out
+    assert code == 2 and f"step 5 is not evaluated: {damaged} is damaged" in err
 
 
 def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
