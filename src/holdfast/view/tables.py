@@ -88,8 +88,8 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.markup import escape
 
-    with Console(stderr=True, highlight=False).status(what) as status:
-        yield lambda where: status.update(f"{what}: {escape(where)}")
+    with Console(stderr=True, highlight=False).status(escape(what)) as status:
+        yield lambda where: status.update(escape(f"{what}: {where}"))
 
 
 def size(num_bytes: float) -> str:

@@ -195,6 +195,13 @@ def test_checkpoints_alone_will_do_and_a_run_without_any(ckpt: Ckpt, run_dir: Ru
         assert code == 0 and "no checkpoints in" in out
 
 
+def test_a_path_is_no_markup(ckpt: Ckpt, run_dir: RunDir, tmp_path: Path) -> None:
+    place = tmp_path / "a[" / "b]"
+    place.parent.mkdir()
+    run_dir.path.rename(place)
+    assert ckpt("verify", "--output-dir", str(place))[0] == 0
+
+
 def test_no_line_is_cut_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     Report({}, ["x" * 500]).print(as_json=False)
     assert capsys.readouterr().out == "x" * 500 + "\n"
