@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,11 @@ class Report:
         if as_json:
             import msgspec
 
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(self.document), indent=1).decode() + "\n")
+            try:
+                text = msgspec.json.format(msgspec.json.encode(self.document), indent=1).decode()
+            except UnicodeEncodeError:  # a path that is not UTF-8
+                text = json.dumps(msgspec.to_builtins(self.document), indent=1)
+            sys.stdout.write(f"{text}\n")
             return
         print_parts((*self.parts, *self.problems))
 
