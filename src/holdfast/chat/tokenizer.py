@@ -397,7 +397,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     config = _read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
     templates = _templates_of(config.get("chat_template"))
     if _TEMPLATES["default"] in files:
-        templates = {kind: files[file].read_text() for kind, file in _TEMPLATES.items() if file in files}
+        # As transformers, whatever the locale says.
+        templates = {kind: files[file].read_text("utf-8") for kind, file in _TEMPLATES.items() if file in files}
     return Tokenizer(
         backend,
         name=name,

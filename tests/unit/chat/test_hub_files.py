@@ -1,5 +1,6 @@
 """A tokenizer of a model on the hub: what is there, what is not, and what nobody knows."""
 
+import io
 import json
 import os
 import shutil
@@ -94,6 +95,15 @@ def test_a_name_that_can_be_no_model_is_refused_as_such() -> None:
         ConfigError, match="model.tokenizer: 'no/such/directory' is neither a directory nor a model on the"
     ):
         load_tokenizer("no/such/directory")
+
+
+def test_a_template_is_read_alike_in_every_locale(
+    plain_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Path(shutil.copytree(plain_model(), tmp_path / "model"))
+    (directory / "chat_template.jinja").write_bytes("\uff5c{{ messages }}".encode())
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "latin-1")
+    assert load_tokenizer(str(directory)).template().source == "\uff5c{{ messages }}"
 
 
 def test_files_of_a_tokenizer_that_are_damaged_or_missing(plain_model: Callable[..., Path], tmp_path: Path) -> None:
