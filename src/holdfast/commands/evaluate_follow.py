@@ -169,17 +169,18 @@ def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
     path = _directory(config, step)
     if not (path / SUMMARY_NAME).exists():
         return False
-    if not step or config.output_dir.resolve() == run.run_dir.evaluations.resolve():
+    if config.output_dir.resolve() == run.run_dir.evaluations.resolve():
         return True
     settings = path / "config" / "evaluate.toml"
     try:
-        wanted = name_of_export(run.run_dir, step)
+        wanted = name_of_export(run.run_dir, step) if step else ""
     except FileNotFoundError:  # removed since it was listed: nobody can evaluate it any more
         return True
     try:
-        return settings.exists() and Path(read_toml(EvaluateConfig, settings).inference.model.name).name == wanted
+        served = read_toml(EvaluateConfig, settings).inference.model.name if settings.exists() else ""
     except ConfigError:  # damaged: nobody can say which weights were evaluated
         return False
+    return Path(served).name == wanted if step else run.base is not None and served == run.base.name
 
 
 def _directory(config: EvaluateConfig, step: int) -> Path:

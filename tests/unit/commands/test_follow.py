@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,12 +278,14 @@ def test_elsewhere_a_step_trained_again_is_evaluated_again(tmp_path: Path, capsy
     config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=tmp_path / "elsewhere")
     run = FollowedRun.read(run_dir.path)
     for step in (0, 5, 10):
-        served = str(tmp_path / (name_of_export(run_dir, step) if step else "base"))
+        served = str(tmp_path / name_of_export(run_dir, step)) if step else str(MODEL)
         settings = config.model_copy(deep=True)
         settings.inference.model.name = served
         write_settings(settings, config.output_dir / f"step_{step}" / "config")
         (config.output_dir / f"step_{step}" / "summary.json").write_text("{}")
     assert evaluate_follow._missing(config, run) == []
+    other = replace(run, base=ModelConfig(name="other"))
+    assert evaluate_follow._missing(config, other) == [0], "the run began again with another model"
     shutil.rmtree(run_dir.checkpoint(10))
     assert evaluate_follow._is_done(config, run, 10), "nobody can evaluate it any more"
     write_checkpoint(run_dir, 10, content="trained again")
