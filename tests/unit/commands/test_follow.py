@@ -203,6 +203,29 @@ def test_a_damaged_checkpoint_keeps_no_other_step_from_its_evaluation(
     assert code == 2 and f"step 5 is not evaluated: {damaged} is damaged" in err
 
 
+def test_what_was_exported_for_an_evaluation_goes_with_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = run_of(tmp_path / "run", 5)
+    exported, codes = run_dir.evaluation(5) / "model_step_5_ab", [7, 0]
+
+    def weights(*_: object) -> Path:
+        exported.mkdir(exist_ok=True)
+        return exported
+
+    def ends(_: object, directory: RunDir, *__: object, **___: object) -> int:
+        (directory.path / "summary.json").write_bytes(summary)
+        return codes.pop(0)
+
+    evaluated(RunDir(tmp_path / "other"), 5)
+    summary = (RunDir(tmp_path / "other").evaluation(5) / "summary.json").read_bytes()
+    monkeypatch.setattr(RunDir, "lock", lambda _: None)  # this process keeps it
+    monkeypatch.setattr(evaluated_policy, "check_servable", lambda _: None)
+    monkeypatch.setattr(evaluated_policy, "weights_of_step", weights)
+    monkeypatch.setattr(evaluated_policy, "run_evaluation", ends)
+    config = EvaluateConfig(run=run_dir.path, step=5, output_dir=run_dir.evaluation(5))
+    assert evaluated_policy.evaluate(config) == 7 and exported.exists(), "the same command continues with it"
+    assert evaluated_policy.evaluate(config) == 0 and not exported.exists()
+
+
 def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
