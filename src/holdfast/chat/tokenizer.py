@@ -372,9 +372,9 @@ def _without_prefix(part: Any) -> Any:
 
 
 _GENERATION = "generation_config.json"
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", _GENERATION)
+_TEMPLATES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+_FILES = ("tokenizer.json", "tokenizer_config.json", _GENERATION, *_TEMPLATES.values())
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MORE_TEMPLATES = "additional_chat_templates"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -396,10 +396,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise DataError(f"{files['tokenizer.json']} cannot be read: {error}") from None
     config = _read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
     templates = _templates_of(config.get("chat_template"))
-    if "chat_template.jinja" in files:
-        more = (files["chat_template.jinja"].parent / _MORE_TEMPLATES).glob("*.jinja")
-        templates = {path.stem: path.read_text() for path in more}
-        templates["default"] = files["chat_template.jinja"].read_text()
+    if _TEMPLATES["default"] in files:
+        # As transformers, whatever the locale says.
+        templates = {kind: files[file].read_text("utf-8") for kind, file in _TEMPLATES.items() if file in files}
     return Tokenizer(
         backend,
         name=name,

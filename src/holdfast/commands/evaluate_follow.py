@@ -112,7 +112,8 @@ def _base_of(settings: dict[str, Any]) -> ModelConfig | None:
 def follow(config: EvaluateConfig) -> int:
     """Evaluate every due step of the run that `config` names, until the run is over; return the exit code. Each has a
     directory of its own. Finished evaluations are kept, unfinished ones continued. Raise ConfigError if
-    the run evaluates itself; HoldfastError for settings that cannot be used, or what ended an evaluation."""
+    the run evaluates itself; HoldfastError for settings that cannot be used, or what ended an evaluation; at the end,
+    CheckpointError if checkpoints are damaged."""
     directory = config.run
     assert directory is not None, "a run is followed"
     run = FollowedRun.read(directory)
@@ -133,17 +134,24 @@ def follow(config: EvaluateConfig) -> int:
     if config.output_dir.resolve() == run.run_dir.evaluations.resolve():
         start_timeline(run.run_dir.newest_logs(), "evaluation")
     busy: list[int] = []
+    damaged: dict[int, str] = {}
     with Supervisor() as supervisor:
         while True:
             # In this order: a checkpoint that came in between is seen by the next look.
-            is_over, missing = run.is_over(), _missing(config, run)
+            is_over, missing = run.is_over(), [step for step in _missing(config, run) if step not in damaged]
             told, busy = busy, [step for step in missing if RunDir(_directory(config, step)).is_under_way()]
             for step in (step for step in busy if step not in told):
                 print(f"{_directory(config, step)} is evaluated by another `evaluate`, which is waited for", flush=True)
             if free := [step for step in missing if step not in busy]:
-                if code := _evaluate_step(config, run, free[0], supervisor):
-                    return code
+                try:
+                    if code := _evaluate_step(config, run, free[0], supervisor):
+                        return code
+                except CheckpointError as error:  # the others can be evaluated
+                    damaged[free[0]] = f"step {free[0]} is not evaluated: {error}"
+                    print(f"WARNING: {damaged[free[0]]}", flush=True)
             elif is_over and not missing:
+                if damaged:
+                    raise CheckpointError("; ".join(damaged.values()))
                 print(f"every step that was to be evaluated is; the results are in {config.output_dir}")
                 return 0
             elif (number := supervisor.pause(_LOOK_S, lambda: None)) is not None:
@@ -161,17 +169,18 @@ def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
     path = _directory(config, step)
     if not (path / SUMMARY_NAME).exists():
         return False
-    if not step or config.output_dir.resolve() == run.run_dir.evaluations.resolve():
+    if config.output_dir.resolve() == run.run_dir.evaluations.resolve():
         return True
     settings = path / "config" / "evaluate.toml"
     try:
-        wanted = name_of_export(run.run_dir, step)
+        wanted = name_of_export(run.run_dir, step) if step else ""
     except FileNotFoundError:  # removed since it was listed: nobody can evaluate it any more
         return True
     try:
-        return settings.exists() and Path(read_toml(EvaluateConfig, settings).inference.model.name).name == wanted
+        served = read_toml(EvaluateConfig, settings).inference.model.name if settings.exists() else ""
     except ConfigError:  # damaged: nobody can say which weights were evaluated
         return False
+    return Path(served).name == wanted if step else run.base is not None and served == run.base.name
 
 
 def _directory(config: EvaluateConfig, step: int) -> Path:

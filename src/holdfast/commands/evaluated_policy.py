@@ -74,6 +74,7 @@ def evaluate(config: EvaluateConfig) -> int:
     with Supervisor() as supervisor:
         code = run_evaluation(config, directory, supervisor, cores=available_cores())
     if code == 0:
+        remove_exports(directory.path)
         tell_result(summary_in(directory.path), directory.path, step=step)
     return code
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Section
+from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Section, read_section
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.load import merged
@@ -200,6 +200,9 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     if "urls" not in config.orchestrator.client.model_fields_set:
         _check_ports(config)
         config.orchestrator.client.urls = config.inference.urls
+    for name in ("trainer", "orchestrator", "inference"):
+        process = getattr(config, name)
+        read_section(type(process), process.model_dump(), key=f"{name}:")  # with what was handed down
     return config
 
 

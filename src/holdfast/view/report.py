@@ -259,7 +259,7 @@ def render(page: dict[str, Any], plotly_js: str, *, live: Live | None = None) ->
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     figures = {chart.key: chart.figure for section in page["sections"] for chart in section.charts}
-    return environment.get_template("page.html").render(
+    text = environment.get_template("page.html").render(
         page=page,
         figures=Markup(_script_json(figures)),
         # Files of the package and the library only, nothing of a run.
@@ -270,6 +270,8 @@ def render(page: dict[str, Any], plotly_js: str, *, live: Live | None = None) ->
         page_css=Markup((_HERE / "page.css").read_text()),
         nonce=secrets.token_urlsafe(16),
     )
+    # Names of directories are bytes, a page is text.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _script_json(value: object) -> str:

@@ -164,8 +164,7 @@ class LivePage:
         from holdfast.view.report import Live, library, page_of, read_runs, render
 
         (data,) = read_runs([self._run_dir.path])
-        # Names of directories are bytes, a page is text.
-        place = shlex.quote(str(data.run_dir.path)).encode(errors="backslashreplace").decode()
+        place = shlex.quote(str(data.run_dir.path))
         live = Live(secrets.token_hex(8), self._run_id, f"{'uv run ' if is_checkout() else ''}report {place}")
         page = page_of([data])
         self.page, self.update = (render(page, script, live=live).encode() for script in (library(), ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,11 @@ class Report:
         if as_json:
             import msgspec
 
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(self.document), indent=1).decode() + "\n")
+            try:
+                text = msgspec.json.format(msgspec.json.encode(self.document), indent=1).decode()
+            except UnicodeEncodeError:  # a path that is not UTF-8
+                text = json.dumps(msgspec.to_builtins(self.document), indent=1)
+            sys.stdout.write(f"{text}\n")
             return
         print_parts((*self.parts, *self.problems))
 
@@ -88,8 +93,8 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.markup import escape
 
-    with Console(stderr=True, highlight=False).status(what) as status:
-        yield lambda where: status.update(f"{what}: {escape(where)}")
+    with Console(stderr=True, highlight=False).status(escape(what)) as status:
+        yield lambda where: status.update(escape(f"{what}: {where}"))
 
 
 def size(num_bytes: float) -> str:

@@ -1,5 +1,6 @@
 """A tokenizer of a model on the hub: what is there, what is not, and what nobody knows."""
 
+import io
 import json
 import os
 import shutil
@@ -80,11 +81,29 @@ def test_an_unknown_template_is_not_taken_for_missing(tmp_path: Path, plain_mode
     assert unknown.returncode == 1 and "'someone/model' is not a directory, and the hub is silent" in unknown.stderr
 
 
+@pytest.mark.launch
+def test_the_template_of_tools_is_there_at_the_first_start(tmp_path: Path, plain_model: Callable[..., Path]) -> None:
+    """Else a later start, after transformers has downloaded it, renders other prompts."""
+    files = {path.name: path.read_bytes() for path in plain_model().iterdir() if path.name.startswith("tokenizer")}
+    with hub(files | {"chat_template.jinja": b"{{ messages }}", "tool_use.jinja": b"{{ tools }}"}) as endpoint:
+        first = load(endpoint, tmp_path / "cache")
+    assert (first.returncode, first.stdout) == (0, "['default', 'tool_use']\n"), first.stderr
+
+
 def test_a_name_that_can_be_no_model_is_refused_as_such() -> None:
     with pytest.raises(
         ConfigError, match="model.tokenizer: 'no/such/directory' is neither a directory nor a model on the"
     ):
         load_tokenizer("no/such/directory")
+
+
+def test_a_template_is_read_alike_in_every_locale(
+    plain_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Path(shutil.copytree(plain_model(), tmp_path / "model"))
+    (directory / "chat_template.jinja").write_bytes("\uff5c{{ messages }}".encode())
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "latin-1")
+    assert load_tokenizer(str(directory)).template().source == "\uff5c{{ messages }}"
 
 
 def test_files_of_a_tokenizer_that_are_damaged_or_missing(plain_model: Callable[..., Path], tmp_path: Path) -> None:

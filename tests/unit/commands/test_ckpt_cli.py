@@ -195,6 +195,15 @@ def test_checkpoints_alone_will_do_and_a_run_without_any(ckpt: Ckpt, run_dir: Ru
         assert code == 0 and "no checkpoints in" in out
 
 
+@pytest.mark.parametrize("name", ["a[/b]", os.fsdecode(b"b\xff")])
+def test_a_path_is_neither_markup_nor_always_utf_8(ckpt: Ckpt, run_dir: RunDir, tmp_path: Path, name: str) -> None:
+    place = tmp_path / name
+    place.parent.mkdir(exist_ok=True)
+    run_dir.path.rename(place)
+    assert ckpt("verify", "--output-dir", str(place))[0] == 0
+    assert json.loads(ckpt("ls", "--json", "--output-dir", str(place))[1])["checkpoints"] == str(place / "checkpoints")
+
+
 def test_no_line_is_cut_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     Report({}, ["x" * 500]).print(as_json=False)
     assert capsys.readouterr().out == "x" * 500 + "\n"

@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.evaluation.main import load_tasks
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, claim_directory
 from holdfast.run.atomic import TEMPORARY_PREFIX
-from holdfast.run.manifest import library_versions
+from holdfast.run.manifest import library_versions, verify
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 from holdfast.view.console import as_json_lines
 from holdfast.view.follow import ObservedRun
-from tests.builders.checkpoint_files import write_checkpoint
+from tests.builders.checkpoint_files import flip, write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, TOY
 from tests.unit.launcher.test_placement import machine
@@ -178,6 +179,53 @@ def test_others_work_is_waited_for(run_command: RunCommand, tmp_path: Path, monk
     assert run_command("evaluate", "--run", other.path, *flags)[0] == 128 + signal.SIGTERM
 
 
+def test_a_damaged_checkpoint_keeps_no_other_step_from_its_evaluation(
+    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = run_of(tmp_path / "run", 5, 10, model={"name": MODEL, "init": "random"})
+    damaged = run_dir.checkpoint(5) / "a_first.txt"
+    flip(damaged)
+
+    def weights(_: Path, step: int, path: Path, **__: bool) -> Path:
+        verify(run_dir.checkpoint(step))
+        return path / name_of_export(run_dir, step)
+
+    def finishes(_: EvaluateConfig, directory: RunDir, __: object) -> int:
+        shutil.rmtree(directory.path)
+        evaluated(run_dir, 10)
+        return 0
+
+    monkeypatch.setattr(evaluate_follow, "weights_of_step", weights)
+    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes)
+    flags = ("--environments", json.dumps(ENVIRONMENTS), "--follow")
+    code, out, err = run_command("evaluate", "--run", run_dir.path, *flags)
+    assert run_dir.is_evaluated(10) and f"WARNING: step 5 is not evaluated: {damaged} is damaged" in out
+    assert code == 2 and f"step 5 is not evaluated: {damaged} is damaged" in err
+
+
+def test_what_was_exported_for_an_evaluation_goes_with_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = run_of(tmp_path / "run", 5)
+    exported, codes = run_dir.evaluation(5) / "model_step_5_ab", [7, 0]
+
+    def weights(*_: object) -> Path:
+        exported.mkdir(exist_ok=True)
+        return exported
+
+    def ends(_: object, directory: RunDir, *__: object, **___: object) -> int:
+        (directory.path / "summary.json").write_bytes(summary)
+        return codes.pop(0)
+
+    evaluated(RunDir(tmp_path / "other"), 5)
+    summary = (RunDir(tmp_path / "other").evaluation(5) / "summary.json").read_bytes()
+    monkeypatch.setattr(RunDir, "lock", lambda _: None)  # this process keeps it
+    monkeypatch.setattr(evaluated_policy, "check_servable", lambda _: None)
+    monkeypatch.setattr(evaluated_policy, "weights_of_step", weights)
+    monkeypatch.setattr(evaluated_policy, "run_evaluation", ends)
+    config = EvaluateConfig(run=run_dir.path, step=5, output_dir=run_dir.evaluation(5))
+    assert evaluated_policy.evaluate(config) == 7 and exported.exists(), "the same command continues with it"
+    assert evaluated_policy.evaluate(config) == 0 and not exported.exists()
+
+
 def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,12 +301,14 @@ def test_elsewhere_a_step_trained_again_is_evaluated_again(tmp_path: Path, capsy
     config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=tmp_path / "elsewhere")
     run = FollowedRun.read(run_dir.path)
     for step in (0, 5, 10):
-        served = str(tmp_path / (name_of_export(run_dir, step) if step else "base"))
+        served = str(tmp_path / name_of_export(run_dir, step)) if step else str(MODEL)
         settings = config.model_copy(deep=True)
         settings.inference.model.name = served
         write_settings(settings, config.output_dir / f"step_{step}" / "config")
         (config.output_dir / f"step_{step}" / "summary.json").write_text("{}")
     assert evaluate_follow._missing(config, run) == []
+    other = replace(run, base=ModelConfig(name="other"))
+    assert evaluate_follow._missing(config, other) == [0], "the run began again with another model"
     shutil.rmtree(run_dir.checkpoint(10))
     assert evaluate_follow._is_done(config, run, 10), "nobody can evaluate it any more"
     write_checkpoint(run_dir, 10, content="trained again")

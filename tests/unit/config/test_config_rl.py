@@ -207,6 +207,9 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
         (SAMPLES, "trainer.loss.type = 'dapo' takes the samples for the policy's own"),
         ((*SAMPLES, *SFT, "--weights.transport", "collective"), "and here a teacher samples"),
         ((*SAMPLES, *SFT, "--trainer.weights.transport", "collective"), "and here a teacher samples"),
+        # What is set for all is checked with what one process has.
+        (("--weights.transport", "collective", "--trainer.model.lora"), "^trainer: .*'collective' sends whole models"),
+        ((*SAMPLES, *SFT, "--eval.interval", "5"), "^orchestrator: eval asks the engines of the policy"),
         (SFT, "set orchestrator.teacher with mode = 'samples'"),
         ((*SFT, *TEACHER), "set orchestrator.teacher with mode = 'samples'"),
         ((*DISTIL, *TEACHER, "--orchestrator.sampling.temperature", "2"), "log-probabilities of a teacher"),

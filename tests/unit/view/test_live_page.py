@@ -110,9 +110,11 @@ def test_other_paths_names_and_methods_are_refused(run_dir: RunDir, page: LivePa
 
 def test_a_run_whose_name_is_no_text_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "is_checkout", lambda: False)
-    page = LivePage(make_run(tmp_path / os.fsdecode(b"l\xffufe")).path)
+    run_dir = make_run(tmp_path / os.fsdecode(b"l\xffufe"))
+    run_dir.batch(99).mkdir(parents=True)  # a note names it
+    page = LivePage(run_dir.path)
     page.make()
-    assert "l\\udcffufe" in page.update.decode() and 'data-command="report ' in page.update.decode()
+    assert "l\\udcffufe/rollouts/step_99" in page.update.decode() and 'data-command="report ' in page.update.decode()
 
 
 def _settings(run_dir: RunDir, port: int) -> SftConfig:

@@ -140,6 +140,7 @@ class MicroBatch:
         targets_per_sample: targets of each sample, in their order.
         per_token: each of the samples' arrays at the targets, (N,).
         packed_index: where sequences are in a packed row; None for one sequence a row.
+        largest_id: of the tokens.
     """
 
     input_ids_BL: Tensor
@@ -150,6 +151,7 @@ class MicroBatch:
     targets_per_sample: tuple[int, ...]
     per_token: dict[str, Tensor]
     packed_index: PackedIndex | None
+    largest_id: int
 
 
 def build_micro_batch(
@@ -197,6 +199,7 @@ def build_micro_batch(
         targets_per_sample=tuple(map(len, owners)),
         per_token={name: on_device(np.concatenate(values).astype(np.float32)) for name, values in per_token.items()},
         packed_index=PackedIndex.from_sequences(sequences, device=device) if pack else None,
+        largest_id=int(input_ids.max()),
     )
 
 
@@ -231,6 +234,7 @@ def _empty(like: Sample, pack: bool, device: torch.device) -> MicroBatch:
         targets_per_sample=(),
         per_token={name: torch.zeros(0, device=device) for name in like.per_token},
         packed_index=PackedIndex.from_lengths([1], device=device) if pack else None,
+        largest_id=0,
     )
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
-from holdfast.trainer.data.packing import PackedIndex
+from holdfast.trainer.data.packing import MicroBatch, PackedIndex
 from holdfast.trainer.mesh import Mesh, SequenceGroup
 from holdfast.trainer.model.context_parallel import RowSlice, reason_against
 from holdfast.trainer.model.expert_parallel import divide_experts, shard_experts
@@ -88,6 +88,15 @@ class DecoderModel(nn.Module):
                 f"slices of its rows: {reason}. Set parallel.sequence_parallel = 1 or another number"
             )
         self._sequence = ranks
+
+    def check_ids(self, micro: MicroBatch) -> None:
+        """Refuse tokens that the model does not have: on a GPU nobody could say later what failed. Raise DataError."""
+        rows = next(self.hf_model.get_input_embeddings().parameters()).shape[0]
+        if micro.largest_id >= rows:
+            raise DataError(
+                f"a sample has the token {micro.largest_id}, and {type(self.hf_model).__name__} has {rows} tokens, "
+                "from 0 on: name the model's own tokenizer (model.tokenizer), or a model with room for its tokens"
+            )
 
     def row_slice(self, rows_BL: Tensor) -> RowSlice | None:
         """Return the slice of the rows that this rank computes; None: whole rows."""

@@ -152,6 +152,7 @@ def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN, *, teac
         teacher: to measure the divergence from; its parameters stay whole until `reshard`.
     """
     moved()
+    policy.check_ids(micro)
     rows = (micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N)
     taught = teacher.readout(*rows, packed_index=micro.packed_index) if teacher is not None else None
     return policy(*rows, micro.target_ids_N, packed_index=micro.packed_index, reading=reading, teacher=taught)

@@ -110,6 +110,7 @@ def _new_head(model_config: PreTrainedConfig, seed: int, head: Literal["random",
 def predict_values(model: ScalarModel, micro: MicroBatch, index_N: Tensor | None = None) -> Tensor:
     """Return the values (N,) of the micro-batch at `index_N`; unset: at the tokens that predict the targets."""
     moved()
+    model.check_ids(micro)
     index_N = micro.predict_index_N if index_N is None else index_N
     return model(micro.input_ids_BL, micro.position_ids_BL, index_N, packed_index=micro.packed_index)
 

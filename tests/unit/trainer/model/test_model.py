@@ -280,6 +280,19 @@ def test_a_sample_beyond_the_last_position_is_refused_where_there_is_one(
         run(17)
 
 
+def test_a_token_that_the_model_does_not_have_is_refused_by_name(tiny_model: Models, mesh: Mesh) -> None:
+    policy = build(tiny_model("llama"), mesh)
+    rows = policy.hf_model.config.vocab_size
+
+    def run(largest: int) -> None:
+        sample = Sample(np.array([0, largest, 1], dtype=np.int32), np.ones(3, dtype=bool))
+        predict(policy, build_micro_batch([sample], [0], pack=True, device=mesh.device))
+
+    run(rows - 1)
+    with pytest.raises(DataError, match=rf"token {rows}, .* has {rows} tokens.*model\.tokenizer"):
+        run(rows)
+
+
 def beside(name: str, text: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_text(text)
 
