@@ -83,6 +83,12 @@ def test_matrices_come_in_the_dtype_of_the_engine(tmp_path: Path, stored: torch.
     assert torch.equal(tensors["b"].float(), torch.arange(4).float())
 
 
+def test_weights_in_another_dtype_do_not_hold_the_file_in_memory(tmp_path: Path) -> None:
+    save_file({"a": torch.full((2, 3), 1.25), "b": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    tensors = read_weights(tmp_path, ARCHITECTURE, dtype=torch.bfloat16).tensors
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors.values())
+
+
 def test_the_tensors_of_a_file_are_the_bytes_that_were_read(tmp_path: Path) -> None:
     save_file({"a": torch.full((2, 3), 1.25), "b": torch.arange(4.0)}, path := tmp_path / "model.safetensors")
     tensors = read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32).tensors
