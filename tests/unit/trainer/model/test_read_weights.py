@@ -318,10 +318,11 @@ def test_rank_and_alpha_fit_the_factors_and_stand_in_the_digest(publish: Publish
     assert len(digests) == 2, "the same factors, counted more often, are other weights"
     for changes, message in (
         ({"r": 64}, r"do not fit \[\d+, \d+\] and the rank r = 64"),
-        ({"r": 0}, "is damaged: r = 0"),
-        ({"r": -2}, "is damaged: r = -2"),
-        ({"lora_alpha": "x"}, "is damaged"),
-        ({"r": [[[]]]}, "is damaged"),
+        ({"r": 0}, "cannot be used: r = 0"),
+        ({"r": -2}, "cannot be used: r = -2"),
+        ({"lora_alpha": "x"}, "cannot be used"),
+        ({"r": [[[]]]}, "cannot be used"),
+        ({"alpha_pattern": {"q_proj": 64}}, "cannot be used: alpha_pattern = .* one alpha is needed"),
     ):
         path.write_text(json.dumps(settings | changes))
         refused(adapter, base, message)
