@@ -327,7 +327,8 @@ def checked(
     The engine casts vectors itself, and holds some in float32, such as the correction bias of experts.
     """
     check_fit(directory, name, tensor, architecture)
-    tensor = tensor.to(dtype) if tensor.ndim > 1 else tensor
+    # A vector of another dtype as a copy: it would hold the whole file in memory, of which matrices are copies.
+    tensor = tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=tensor.dtype != dtype)
     # After a cast: float16 and bfloat16 may overflow where float32 did not.
     # `isfinite` of every element takes 20 times as long; NaN is both the least and the largest.
     if tensor.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(tensor)).to(dtype)).all()):

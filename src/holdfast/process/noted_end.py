@@ -35,13 +35,18 @@ class Ending:
         return not noted or killed_by(int(noted)) is not None or killed_by(128 - int(noted)) is not None
 
     def is_stopped(self) -> bool:
-        """Whether the program, or a process that it has started, stands still by a signal."""
+        """Whether the program, or a server that it runs, stands still by a signal.
+
+        Processes in sessions of their own do not count: a shell's jobs stop as soon as they want to read its terminal.
+        """
         import psutil  # takes 0.03 s, and few processes come here
 
         try:
             program = psutil.Process(int(os.pread(self._memory, _PLACE, _PLACE)))
-            return any(one.status() == psutil.STATUS_STOPPED for one in (program, *program.children(recursive=True)))
-        except (ValueError, psutil.NoSuchProcess):
+            processes = (program, *program.children(recursive=True))
+            stopped = [one.pid for one in processes if one.status() == psutil.STATUS_STOPPED]
+            return os.getsid(program.pid) in map(os.getsid, stopped)
+        except (ValueError, ProcessLookupError, psutil.NoSuchProcess):
             return False
 
     def close(self) -> None:

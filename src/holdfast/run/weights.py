@@ -120,7 +120,7 @@ def _read(path: Path, kind: type[S]) -> S:
     except FileNotFoundError:
         raise DataError(f"{path} is missing: it says what the adapter beside it belongs to") from None
     except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors, and errors of broken text, too
-        raise DataError(f"{path} is damaged: {error}") from None
+        raise DataError(f"{path} cannot be used: {error}") from None
 
 
 def tensors_digest(tensors: Iterable[tuple[str, tuple[int, ...], memoryview]]) -> str:

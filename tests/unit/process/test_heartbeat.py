@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from fastapi import FastAPI, Response
 
@@ -268,4 +269,19 @@ def test_a_program_that_was_killed_is_told_from_one_that_ended(script: str, is_k
     ending = Ending()
     subprocess.run(ending.command("sh", "-c", script), check=False)
     assert ending.is_from_outside() == is_killed
+    ending.close()
+
+
+@pytest.mark.parametrize(("has_session", "is_stopped"), [(False, True), (True, False)])
+def test_what_a_shell_of_the_policy_stops_is_not_a_stopped_server(has_session: bool, is_stopped: bool) -> None:
+    """Where a program such as `uv run` starts the server, that is a child without a session of its own."""
+    job = f"subprocess.Popen(['sh', '-c', 'kill -STOP $$'], start_new_session={has_session})"
+    program = f"import os, subprocess\nos.waitpid({job}.pid, os.WUNTRACED)\nprint('stopped', flush=True)\ninput()"
+    ending, pipe = Ending(), subprocess.PIPE
+    command = ending.command(sys.executable, "-c", program)
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as between:
+        assert between.stdout is not None and between.stdout.readline() == "stopped\n"
+        assert ending.is_stopped() == is_stopped
+        for one in psutil.Process(between.pid).children(recursive=True):
+            one.kill()
     ending.close()

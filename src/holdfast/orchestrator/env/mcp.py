@@ -207,15 +207,19 @@ class _Connection:
     async def _live(self) -> None:
         with ending_of(self._config) as ending:
             self._ending = ending
+            start_s, was_stopped = self._config.start_timeout_s, list[bool]()
+            # Not later: the library kills it when the time for its start is over.
+            look = asyncio.get_running_loop().call_later(start_s, lambda: was_stopped.append(self.is_stopped()))
             try:
                 connecting = _connect(self._config, ending, see=self._see)
-                async with asyncio.timeout(self._config.start_timeout_s) as bound, connecting as client:
+                async with asyncio.timeout(start_s) as bound, connecting as client:
                     bound.reschedule(None)
+                    look.cancel()
                     self._client.set_result(client)
                     await self._is_over.wait()
             except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
                 if not self._client.done():
-                    is_killed = _was_killed(error, ending)
+                    is_killed = any(was_stopped) or _was_killed(error, ending)
                     told = _told(error)
                     self._client.set_exception(ProcessKilled(told) if is_killed else ToolFailed("server", told))
             finally:

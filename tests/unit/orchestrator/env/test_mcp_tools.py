@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import psutil
 import pytest
 
-from holdfast.config.environments import EnvironmentConfig
+from holdfast.config.environments import EnvironmentConfig, McpServerConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, ProcessKilled
 from holdfast.orchestrator.env import mcp
 from holdfast.orchestrator.env.guard import prompt_ids_of
@@ -136,6 +137,14 @@ def test_a_server_that_a_signal_stops_is_no_timeout_to_the_policy() -> None:
     settings = settings_of(STDIO, tool_timeout_s=1.0)
     with pytest.raises(ProcessKilled, match=r"mcp_servers.s0: its process was stopped from outside"):
         asyncio.run(play(settings, [call("note", text="a"), call("note", text="b"), "done"], before_turn={1: stop}))
+
+
+@pytest.mark.launch
+def test_a_server_that_a_signal_stops_at_its_start_is_no_failure_to_the_policy() -> None:
+    server = mcp.McpServer("s0", McpServerConfig.model_validate(STDIO))
+    server._config = McpServerConfig(command="sh", args=["-c", "kill -STOP $$"], start_timeout_s=2.0)
+    with pytest.raises(ProcessKilled):
+        asyncio.run(server.connect(Mock()))
 
 
 @pytest.mark.launch

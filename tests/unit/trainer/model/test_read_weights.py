@@ -83,6 +83,12 @@ def test_matrices_come_in_the_dtype_of_the_engine(tmp_path: Path, stored: torch.
     assert torch.equal(tensors["b"].float(), torch.arange(4).float())
 
 
+def test_weights_in_another_dtype_do_not_hold_the_file_in_memory(tmp_path: Path) -> None:
+    save_file({"a": torch.full((2, 3), 1.25), "b": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    tensors = read_weights(tmp_path, ARCHITECTURE, dtype=torch.bfloat16).tensors
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors.values())
+
+
 def test_the_tensors_of_a_file_are_the_bytes_that_were_read(tmp_path: Path) -> None:
     save_file({"a": torch.full((2, 3), 1.25), "b": torch.arange(4.0)}, path := tmp_path / "model.safetensors")
     tensors = read_weights(tmp_path, ARCHITECTURE, dtype=torch.float32).tensors
@@ -312,10 +318,11 @@ def test_rank_and_alpha_fit_the_factors_and_stand_in_the_digest(publish: Publish
     assert len(digests) == 2, "the same factors, counted more often, are other weights"
     for changes, message in (
         ({"r": 64}, r"do not fit \[\d+, \d+\] and the rank r = 64"),
-        ({"r": 0}, "is damaged: r = 0"),
-        ({"r": -2}, "is damaged: r = -2"),
-        ({"lora_alpha": "x"}, "is damaged"),
-        ({"r": [[[]]]}, "is damaged"),
+        ({"r": 0}, "cannot be used: r = 0"),
+        ({"r": -2}, "cannot be used: r = -2"),
+        ({"lora_alpha": "x"}, "cannot be used"),
+        ({"r": [[[]]]}, "cannot be used"),
+        ({"alpha_pattern": {"q_proj": 64}}, "cannot be used: alpha_pattern = .* one alpha is needed"),
     ):
         path.write_text(json.dumps(settings | changes))
         refused(adapter, base, message)
