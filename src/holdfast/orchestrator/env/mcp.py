@@ -110,7 +110,7 @@ class McpServer:
     async def _list_tools(self, ending: Ending | None) -> list[Any]:
         tools: list[Any] = []
         try:
-            async with asyncio.timeout(self._config.start_timeout_s), _connect(self._config, ending) as client:
+            async with _starting(self._config, ending), _connect(self._config, ending) as client:
                 page = await client.list_tools()
                 tools += page.tools
                 while page.next_cursor:
@@ -209,7 +209,7 @@ class _Connection:
             self._ending = ending
             try:
                 connecting = _connect(self._config, ending, see=self._see)
-                async with asyncio.timeout(self._config.start_timeout_s) as bound, connecting as client:
+                async with _starting(self._config, ending) as bound, connecting as client:
                     bound.reschedule(None)
                     self._client.set_result(client)
                     await self._is_over.wait()
@@ -225,6 +225,28 @@ class _Connection:
 
 _LIVING: set[asyncio.Task[None]] = set()
 """Connections, since an event loop holds its tasks weakly."""
+
+
+@asynccontextmanager
+async def _starting(config: McpServerConfig, ending: Ending | None) -> AsyncIterator[asyncio.Timeout]:
+    """Bound the start of a server. Raises TimeoutError, or ProcessKilled if a signal has stopped its program."""
+    is_stopped = False
+
+    def look() -> None:
+        nonlocal is_stopped
+        is_stopped = ending is not None and ending.is_stopped()
+
+    # Just before the timeout, after which the library ends the program.
+    looking = asyncio.get_running_loop().call_later(config.start_timeout_s, look)
+    try:
+        async with asyncio.timeout(config.start_timeout_s) as bound:
+            yield bound
+    except TimeoutError:
+        if is_stopped:
+            raise ProcessKilled("its program was stopped") from None
+        raise
+    finally:
+        looking.cancel()
 
 
 @asynccontextmanager
@@ -285,7 +307,7 @@ def _was_killed(error: BaseException, ending: Ending | None) -> bool:
 
     error = _innermost(error)
     is_gone = isinstance(error, MCPError) and error.code == _CLOSED
-    return ending is not None and is_gone and ending.is_from_outside()
+    return isinstance(error, ProcessKilled) or (ending is not None and is_gone and ending.is_from_outside())
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -139,6 +139,16 @@ def test_a_server_that_a_signal_stops_is_no_timeout_to_the_policy() -> None:
 
 
 @pytest.mark.launch
+def test_a_server_that_a_signal_stops_at_its_start_is_no_failure(tmp_path: Path) -> None:
+    """The first and the third start stand still."""
+    stops = f'cd {tmp_path}; if mkdir 1 || ( test -d 2 && mkdir 3 ); then kill -STOP $$; else mkdir -p 2; fi; exec "$@"'
+    server = {"command": "sh", "args": ["-c", stops, "-", STDIO["command"], *STDIO["args"]], "start_timeout_s": 5.0}
+    with pytest.raises(ProcessKilled, match=r"mcp_servers.s0: its process was killed from outside"):
+        asyncio.run(play(settings_of(server), [call("note", text="a"), "done"]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
+
+
+@pytest.mark.launch
 def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> None:
     paged = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "paged_mcp_server.py")]}
     said = [call("structured"), call("silent"), call("refused"), call("echo", text="3", number=3), "done"]
