@@ -122,8 +122,8 @@ class StorageBackoff:
     def delay_s(self, step: int) -> float | None:
         """Return the seconds to wait before the next try, after a failure after `step`; None: give up.
 
-        The time begins again with each new step, because then there was room again. So it does with an older step after
-        a time without failures, in which older steps were trained again.
+        The time begins again with each new step, because then there was room again; and with an older step, if nothing
+        failed for `timeout_s`, as such steps were trained again.
         """
         now = awake_s()
         was_well = now - self._last_s > self.timeout_s

@@ -71,7 +71,7 @@ class WeightPublisher:
             config.save_pretrained(scratch)
             _keep_older_names(scratch / _CONFIG_NAME, config, hf_model.name_or_path)
             if (generation_config := getattr(hf_model, "generation_config", None)) is not None:  # not a reward model
-                # The one that transformers makes of config.json lacks the tokens that end a turn.
+                # transformers would make another file of config.json, without the tokens that end a turn.
                 if (name := hf_model.name_or_path) and (original := fetched(name, _GENERATION_NAME)):
                     shutil.copyfile(original, scratch / _GENERATION_NAME)
                 else:
