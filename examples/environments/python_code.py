@@ -9,6 +9,7 @@ the sandbox needs Linux 5.12 and user namespaces, and no root.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Literal
+
+import psutil
 
 from holdfast import ConfigError, Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.errors import EnvironmentFailure, ProcessKilled
@@ -93,7 +96,7 @@ async def run_python(source: str, limits: Limits | None = None) -> Outcome:
 
     Raises:
         EnvironmentFailure: the sandbox could not be built.
-        ProcessKilled: somebody, or the kernel, killed the sandbox, which no program inside can.
+        ProcessKilled: somebody, or the kernel, killed or stopped the sandbox, which no program inside can.
     """
     limits = limits or Limits()
     pipe = asyncio.subprocess.PIPE
@@ -101,7 +104,7 @@ async def run_python(source: str, limits: Limits | None = None) -> Outcome:
         *_command(limits), stdin=pipe, stdout=pipe, stderr=pipe, env=_ENVIRONMENT, start_new_session=True
     )
     ending: Literal["ended", "too long", "too much output"] = "too long"
-    output = b""
+    output, is_stopped = b"", False
     try:
         async with asyncio.timeout(_WALL_PER_CPU * limits.cpu_s):
             output = await _exchange(process, source.encode(errors="replace"), most_bytes=limits.output_bytes)
@@ -112,6 +115,7 @@ async def run_python(source: str, limits: Limits | None = None) -> Outcome:
                 ending = "ended"
     except TimeoutError:
         output = b""  # how far it came is a matter of how busy the machine was
+        is_stopped = _is_stopped(process.pid)
     finally:
         is_ours = process.returncode is None and ending != "ended"
         if process.returncode is None:
@@ -121,7 +125,17 @@ async def run_python(source: str, limits: Limits | None = None) -> Outcome:
         raise EnvironmentFailure(f"the sandbox could not be built: {error.decode(errors='replace')}")
     if process.returncode == _KILLED or (not is_ours and killed_by(process.returncode) is not None):
         raise ProcessKilled("its sandbox was killed from outside")
+    if is_stopped:
+        raise ProcessKilled("its sandbox was stopped from outside")
     return Outcome(output[: limits.output_bytes], ending)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the outer process of a sandbox, or the first one inside."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        outer = psutil.Process(pid)
+        return any(one.status() == psutil.STATUS_STOPPED for one in (outer, *outer.children()))
+    return False
 
 
 async def _exchange(process: asyncio.subprocess.Process, source: bytes, *, most_bytes: int) -> bytes:

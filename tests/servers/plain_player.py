@@ -8,6 +8,7 @@ Its settings are `starts`, one word for each start, and `directory`, in which it
              so at the named pipe `asked` and takes for ever, task 3 fails; what is cancelled it says at `cancelled`
     exits    ends while it loads
     killed   gets SIGKILL while it loads
+    stops    gets SIGSTOP while it loads
     falls    gets SIGKILL while it writes its first answer
     refuses  says that it cannot be loaded
     other    has one task more
@@ -43,8 +44,8 @@ def main(descriptor: int) -> None:
         word = settings["starts"][number - 1]
         if word == "exits":
             return
-        if word == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if word in ("killed", "stops"):
+            os.kill(os.getpid(), signal.SIGKILL if word == "killed" else signal.SIGSTOP)
         if word == "waits":
             (directory / "began").write_text("x")
             (directory / "go").read_text()

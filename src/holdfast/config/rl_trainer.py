@@ -328,6 +328,11 @@ class TrainerConfig(TrainingCommand):
         if self.critic is not None:
             self.critic.optim.check_warmup(self.max_steps, "critic.optim")
             self.critic.optim.check_schedule("critic.optim")
+            if self.parallel.expert_parallel > 1 and self.critic.optim.type == "muon":
+                raise ValueError(
+                    "critic.optim.type = 'muon' does not go with parallel.expert_parallel above 1: set it to 'adamw', "
+                    "or leave parallel.expert_parallel out"
+                )
             if self.critic.warmup_steps >= self.max_steps:
                 raise ValueError(
                     f"critic.warmup_steps ({self.critic.warmup_steps}) must be below max_steps ({self.max_steps}): "

@@ -115,17 +115,20 @@ class StorageBackoff:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._since_s = 0.0
+        self._since_s = self._last_s = 0.0
         self._step = -1
         self._failures = 0
 
     def delay_s(self, step: int) -> float | None:
         """Return the seconds to wait before the next try, after a failure after `step`; None: give up.
 
-        The time begins again with each new step, because then there was room again.
+        The time begins again with each new step, because then there was room again; and with an older step, if nothing
+        failed for `timeout_s`, as such steps were trained again.
         """
         now = awake_s()
-        if step > self._step:
+        was_well = now - self._last_s > self.timeout_s
+        self._last_s = now
+        if step > self._step or (was_well and step < self._step):
             self._since_s, self._step, self._failures = now, step, 0
         left_s = self._since_s + self.timeout_s - now
         if left_s <= 0:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.errors import HoldfastError
 from holdfast.launcher.cluster import hosts
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Host, Process
 from holdfast.process.child import is_ignored
@@ -207,15 +208,16 @@ class Supervisor:
     def stop(self, timeout_s: float = STOP_TIMEOUT_S, *, names: Collection[str] | None = None) -> None:
         """Ask all children, or children of these names, to end; wait up to `timeout_s`, then kill the rest."""
         asked = [child for child in self.children if names is None or child.name in names]
-        running = [child for child in asked if child.process.poll() is None]
-        for child in running:
-            child.process.signal(signal.SIGTERM)
+        for child in asked:
+            with suppress(OSError, HoldfastError):  # it could not be started
+                child.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
-        for child in running:
-            if child.process.wait(max(0.0, deadline - time.monotonic())) is None:
-                child.process.kill()
-                # For as long as a host may be mute: then it is lost, and the child does not count as running.
-                child.process.wait(hosts.CALL_TIMEOUT_S + STOP_TIMEOUT_S)
+        for child in asked:
+            with suppress(OSError, HoldfastError):
+                if child.process.wait(max(0.0, deadline - time.monotonic())) is None:
+                    child.process.kill()
+                    # For as long as a host may be mute: then it is lost, and the child does not count as running.
+                    child.process.wait(hosts.CALL_TIMEOUT_S + STOP_TIMEOUT_S)
         for child in asked:
             # A dead child may have left its children (ranks, an engine) in its session.
             child.process.kill()

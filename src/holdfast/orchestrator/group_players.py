@@ -75,7 +75,7 @@ from holdfast.orchestrator.worker import (
     frame,
     read_from_worker,
 )
-from holdfast.process.child import killed_by
+from holdfast.process.child import is_stopped, killed_by
 from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
 from holdfast.protocol.inference import Completion
@@ -284,16 +284,8 @@ class _Running:
         self._heard_at = awake_s()
         while awake_s() - self._heard_at <= self._bound_s:
             await asyncio.sleep(_LOOK_S)
-        self._kind = "killed" if self._is_stopped() else "hung"
+        self._kind = "killed" if is_stopped(self._process.pid) else "hung"
         self._kill()
-
-    def _is_stopped(self) -> bool:
-        import psutil  # takes 0.03 s, and few processes come here
-
-        try:
-            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
-            return False
 
     async def _end(self) -> None:
         """Wait for the end of the process, and fail its groups."""

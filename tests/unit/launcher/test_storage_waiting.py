@@ -186,6 +186,17 @@ def test_the_time_begins_anew_with_a_step_that_was_never_trained_before(clock: C
     assert backoff.delay_s(8) is None
 
 
+def test_the_time_begins_anew_after_old_steps_were_trained_again(clock: Callable[[float], None]) -> None:
+    backoff = StorageBackoff(10)
+    assert backoff.delay_s(8) == 1
+    clock(11)
+    assert backoff.delay_s(6) == 1
+    clock(9)
+    assert backoff.delay_s(6) == 1
+    clock(1)
+    assert backoff.delay_s(6) is None
+
+
 def test_no_patience_is_no_wait() -> None:
     assert StorageBackoff(0).delay_s(3) is None
 

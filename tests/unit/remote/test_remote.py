@@ -322,6 +322,26 @@ class TestFetch:
         assert attempt.resume_step == 2 and attempt.checkpoint == empty.checkpoint(2)
         assert empty.run_id() == "run" and RemoteCheckpoints(url).steps() == [1, 2]
 
+    def test_a_rewind_that_is_cut_off_has_not_happened(
+        self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The store goes first: a later step there would come back."""
+        fetch(url, empty, 2)
+        fetch(url, empty, 3)
+
+        def start(wanted: int | str) -> int | None:
+            settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": wanted}}
+            return prepare(SftConfig.model_validate(settings), clean=False, dry_run=False, is_locked=True).resume_step
+
+        for place in ("remote.set_aside_remote_after", "prepare.set_aside_after"):
+            with monkeypatch.context() as killing:
+                killing.delattr(f"holdfast.launcher.resume.{place}")
+                with pytest.raises((ImportError, NameError)):
+                    start(2)
+            assert empty.committed_steps() == [2, 3]
+        assert RemoteCheckpoints(url).steps() == [1, 2] and start("auto") == 3
+        assert start(2) == 2 == start("auto") and empty.committed_steps() == [2]
+
     def test_a_dry_run_leaves_it_alone(self, url: str, empty: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
         settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": "auto"}}
         assert prepare(SftConfig.model_validate(settings), clean=False, dry_run=True).resume_step is None

@@ -100,6 +100,9 @@ def test_warm_up_must_fit_before_the_end_of_the_schedule_and_muon_what_is_traine
             config.model_validate({"optim": {"type": "muon"}, "model": {"lora": {}}})
         with pytest.raises(ValueError, match="optim.type = 'muon' does not go with parallel.expert_parallel"):
             config.model_validate({"optim": {"type": "muon"}, "parallel": {"num_ranks": 2, "expert_parallel": 2}})
+    with pytest.raises(ValueError, match="critic.optim.type = 'muon' does not go with parallel.expert_parallel"):
+        critic, parallel = {"optim": {"type": "muon"}}, {"num_ranks": 2, "expert_parallel": 2}
+        TrainerConfig.model_validate({"advantage": "gae", "critic": critic, "parallel": parallel})
 
 
 @pytest.mark.parametrize(("limit", "scale"), [(math.inf, 1.0), (20.0, 1.0), (5.0, 0.5)])

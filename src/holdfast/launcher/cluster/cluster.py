@@ -121,7 +121,14 @@ def requests_of(config: RlConfig, *, on_gpus: bool, starts_inference: bool) -> l
 
 
 def assign(needs: list[ResourceRequest], nodes: list[dict[str, float]]) -> list[int] | None:
-    """Return the node of every process: the largest first, on the emptiest node; None: they do not fit."""
+    """Return the node of every process, the largest first: on the emptiest node or, if they do not fit so, on the
+    fullest that has room. None: neither fits."""
+    return _assigned(needs, nodes, max) or _assigned(needs, nodes, min)
+
+
+def _assigned(
+    needs: list[ResourceRequest], nodes: list[dict[str, float]], choose: Callable[..., int]
+) -> list[int] | None:
     left = [dict(node) for node in nodes]
     chosen = [0] * len(needs)
     for number in sorted(range(len(needs)), key=lambda number: (-needs[number].gpus, -needs[number].cpus)):
@@ -129,7 +136,7 @@ def assign(needs: list[ResourceRequest], nodes: list[dict[str, float]]) -> list[
         able = [on for on, node in enumerate(left) if all(node.get(kind, 0) >= wanted[kind] for kind in wanted)]
         if not able:
             return None
-        chosen[number] = max(able, key=lambda on: (left[on].get("GPU", 0), left[on].get("CPU", 0)))
+        chosen[number] = choose(able, key=lambda on: (left[on].get("GPU", 0), left[on].get("CPU", 0)))
         for kind in wanted:
             left[chosen[number]][kind] -= wanted[kind]
     return chosen

@@ -125,12 +125,7 @@ def prepare(
     if window is not None and done >= window.last:
         print(f"WARNING: profile = {window}: nothing is profiled, the run continues from step {done}")
     if not dry_run:
-        _make_room(attempt, ckpt, sections, clean=clean, again=again)
-        # Last: a refused start must not have touched the store.
-        if store is not None and attempt.fork is None:
-            from holdfast.launcher.resume.remote import set_aside_remote_after
-
-            _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
+        _make_room(attempt, ckpt, sections, store, clean=clean, again=again)
     return attempt
 
 
@@ -192,11 +187,12 @@ def _make_room(
     attempt: Attempt,
     ckpt: CkptConfig,
     sections: tuple[TrainingCommand, OrchestratorConfig | None, InferenceConfig | None],
+    store: str | None,
     *,
     clean: bool,
     again: bool,
 ) -> None:
-    """Set aside or remove what the attempt supersedes in the run directory."""
+    """Set aside or remove what the attempt supersedes in the store and the run directory."""
     trainer, orchestrator, inference = sections
     run_dir = attempt.run_dir
     lives = orchestrator is None and run_dir.has_orchestrator()  # started by hand, as this trainer
@@ -207,8 +203,6 @@ def _make_room(
         last_batch = last_kept_batch(attempt, ckpt, trainer, orchestrator, inference) if keeps else None
         if lives:
             refuse_to_leave_behind(attempt, last_batch, clean=clean)
-        if clean:
-            run_dir.remove_run()
         run_dir.require_writable()
         if again:
             # They will be published again, bit for bit, and many copies would fill the disk.
@@ -219,6 +213,13 @@ def _make_room(
             and (not holds or _takes_another_way(attempt, ckpt, trainer, orchestrator))
         ):
             run_dir.note_rewind(attempt.resume_step or 0, by_attempt=attempt.number)
+        if store is not None and attempt.fork is None:
+            from holdfast.launcher.resume.remote import set_aside_remote_after
+
+            # Before the steps here: otherwise a kill between leaves later ones there, which `auto` would bring back.
+            _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
+        if clean:
+            run_dir.remove_run()
         _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
         if trainer.keep_attempts != "all":
             _forget_attempts(attempt, trainer.keep_attempts, tuple(_sections(*sections)))

@@ -110,7 +110,7 @@ class McpServer:
     async def _list_tools(self, ending: Ending | None) -> list[Any]:
         tools: list[Any] = []
         try:
-            async with asyncio.timeout(self._config.start_timeout_s), _connect(self._config, ending) as client:
+            async with _starting(self._config, ending), _connect(self._config, ending) as client:
                 page = await client.list_tools()
                 tools += page.tools
                 while page.next_cursor:
@@ -207,19 +207,15 @@ class _Connection:
     async def _live(self) -> None:
         with ending_of(self._config) as ending:
             self._ending = ending
-            start_s, was_stopped = self._config.start_timeout_s, list[bool]()
-            # Not later: the library kills it when the time for its start is over.
-            look = asyncio.get_running_loop().call_later(start_s, lambda: was_stopped.append(self.is_stopped()))
             try:
                 connecting = _connect(self._config, ending, see=self._see)
-                async with asyncio.timeout(start_s) as bound, connecting as client:
+                async with _starting(self._config, ending) as bound, connecting as client:
                     bound.reschedule(None)
-                    look.cancel()
                     self._client.set_result(client)
                     await self._is_over.wait()
             except Exception as error:  # noqa: BLE001 - of whichever class the library, its transport or the server has
                 if not self._client.done():
-                    is_killed = any(was_stopped) or _was_killed(error, ending)
+                    is_killed = _was_killed(error, ending)
                     told = _told(error)
                     self._client.set_exception(ProcessKilled(told) if is_killed else ToolFailed("server", told))
             finally:
@@ -229,6 +225,28 @@ class _Connection:
 
 _LIVING: set[asyncio.Task[None]] = set()
 """Connections, since an event loop holds its tasks weakly."""
+
+
+@asynccontextmanager
+async def _starting(config: McpServerConfig, ending: Ending | None) -> AsyncIterator[asyncio.Timeout]:
+    """Bound the start of a server. Raises TimeoutError, or ProcessKilled if a signal has stopped its program."""
+    is_stopped = False
+
+    def look() -> None:
+        nonlocal is_stopped
+        is_stopped = ending is not None and ending.is_stopped()
+
+    # Just before the timeout, after which the library ends the program.
+    looking = asyncio.get_running_loop().call_later(config.start_timeout_s, look)
+    try:
+        async with asyncio.timeout(config.start_timeout_s) as bound:
+            yield bound
+    except TimeoutError:
+        if is_stopped:
+            raise ProcessKilled("its program was stopped") from None
+        raise
+    finally:
+        looking.cancel()
 
 
 @asynccontextmanager
@@ -289,7 +307,7 @@ def _was_killed(error: BaseException, ending: Ending | None) -> bool:
 
     error = _innermost(error)
     is_gone = isinstance(error, MCPError) and error.code == _CLOSED
-    return ending is not None and is_gone and ending.is_from_outside()
+    return isinstance(error, ProcessKilled) or (ending is not None and is_gone and ending.is_from_outside())
 
 
 def _innermost(error: BaseException) -> BaseException:

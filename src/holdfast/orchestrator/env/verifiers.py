@@ -23,7 +23,7 @@ from typing import Any
 from holdfast.errors import MOST_KILLED, ConfigError, EnvironmentFailure, printable
 from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
 from holdfast.orchestrator.env.interface import Score, Task, TaskSeed
-from holdfast.process.child import was_killed
+from holdfast.process.child import is_stopped, was_killed
 
 VERIFIERS = "verifiers:"
 _HINT = (
@@ -33,6 +33,7 @@ _HINT = (
 _PLAYER = Path(__file__).with_name("verifiers_player.py")
 _MOST_DEATHS = 3
 _MOST_LINE = 1 << 30
+_LOOK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class _Player:
         self._link: _Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[_Link] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._alone = asyncio.Lock()
         self.num_tasks = self._load_first()
 
@@ -148,6 +150,7 @@ class _Player:
             self.close()
             # From the thread of the event loop: the kernel kills the process when that thread ends.
             self._spawn()
+            self._watch()
             try:
                 if await asyncio.to_thread(self._load, self._socket) != self.num_tasks:
                     raise EnvironmentFailure(f"{self._name} has other tasks after its process was started again")
@@ -155,9 +158,23 @@ class _Player:
                 self.close()
                 raise
         if self._link is None:
+            self._watch()
             assert self._process is not None
             self._link = await _Link.open(self._socket, self._process)
         return self._link
+
+    def _watch(self) -> None:
+        """Kill the process once a signal has stopped it, as nobody else would end the wait for it."""
+        process = self._process
+        assert process is not None
+
+        async def watch() -> None:
+            while process.poll() is None:
+                await asyncio.sleep(_LOOK_S)
+                if is_stopped(process.pid):
+                    process.kill()
+
+        self._watching = asyncio.create_task(watch())
 
     def _spawn(self) -> None:
         self._socket, theirs = socket.socketpair()

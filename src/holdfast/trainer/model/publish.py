@@ -6,12 +6,14 @@ adapter. `holdfast.orchestrator.weight_sync` describes the whole weight push.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.errors import DataError
 from holdfast.protocol.inference import CANARY_NAME
@@ -26,7 +28,11 @@ from holdfast.trainer.model.safetensors_files import SafetensorsWriter
 from holdfast.trainer.model.tensor_names import DTYPES, TensorLayout, fetched
 from holdfast.trainer.model.weight_offers import WeightOffers
 
+_CONFIG_NAME = "config.json"
 _GENERATION_NAME = "generation_config.json"
+_OLDER_NAMES = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+"""Settings of rotary embeddings, which transformers 5 writes as `rope_parameters`. Older readers do not know those, and
+take a default base in silence."""
 
 
 class WeightPublisher:
@@ -63,8 +69,9 @@ class WeightPublisher:
             config.dtype = self._dtype
             config.architectures = [type(hf_model).__name__]
             config.save_pretrained(scratch)
+            _keep_older_names(scratch / _CONFIG_NAME, config, hf_model.name_or_path)
             if (generation_config := getattr(hf_model, "generation_config", None)) is not None:  # not a reward model
-                # The one that transformers makes of config.json lacks the tokens that end a turn.
+                # transformers would make another file of config.json, without the tokens that end a turn.
                 if (name := hf_model.name_or_path) and (original := fetched(name, _GENERATION_NAME)):
                     shutil.copyfile(original, scratch / _GENERATION_NAME)
                 else:
@@ -157,3 +164,15 @@ class WeightPublisher:
             for version in self._run_dir.published_weights():
                 if version not in needed:
                     atomic.remove_directory(self._run_dir.weights_of(version))
+
+
+def _keep_older_names(path: Path, config: PreTrainedConfig, name: str | None) -> None:
+    """Keep `_OLDER_NAMES` as config.json of model `name` has them, unless transformers would read another `config`."""
+    original = fetched(name, _CONFIG_NAME) if name else None
+    given = json.loads(original.read_bytes()) if original else {}
+    if older := {key: given[key] for key in _OLDER_NAMES if key in given}:
+        written = path.read_bytes()
+        path.write_text(json.dumps({**older, **json.loads(written)}, indent=2, sort_keys=True) + "\n")
+        read = type(config).from_pretrained(path.parent)
+        if getattr(read, "rope_parameters", None) != getattr(config, "rope_parameters", None):
+            path.write_bytes(written)

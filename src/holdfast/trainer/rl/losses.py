@@ -261,8 +261,8 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
     if config.type == "none":
         return torch.ones_like(data.logprobs_N), {}
     assert config.high is not None  # the config fills it in
-    token_N = bounded(data.old_logprobs_N - data.sampler_logprobs_N)
-    log_weights_N = token_N
+    exact_N = data.old_logprobs_N - data.sampler_logprobs_N
+    log_weights_N = token_N = bounded(exact_N)
     if config.level != "token":
         reduce = torch.sum if config.level == "sequence" else torch.mean
         # Bounded again: the sum of bounded logs over a long sequence overflows exp.
@@ -275,7 +275,7 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
         factors_N = torch.where(bounded_N, 0.0, weights_N)
     counts = {"correction/bounded": bounded_N.sum()}
     if config.veto is not None:
-        vetoed_N = over_sequences(token_N, data, torch.min) < math.log(config.veto)
+        vetoed_N = over_sequences(exact_N, data, torch.min) < math.log(config.veto)
         factors_N = torch.where(vetoed_N, 0.0, factors_N)
         counts["correction/vetoed"] = vetoed_N.sum()
     return factors_N, counts

@@ -110,6 +110,8 @@ def test_processes_are_spread_over_what_the_nodes_have() -> None:
     assert assign(needs, [{"CPU": 4, "GPU": 2}, {"CPU": 4, "GPU": 1}]) == [0, 1, 1]
     assert assign(needs, [{"CPU": 4, "GPU": 2}]) is None
     assert assign([], []) == []
+    uneven = [ResourceRequest("trainer", 4, 4), ResourceRequest("a", 3, 3), ResourceRequest("b", 3, 3)]
+    assert assign(uneven, [{"CPU": 8, "GPU": 6}, {"CPU": 8, "GPU": 4}]) == [1, 0, 0]
     said = wanted_and_there(needs, [{"CPU": 4, "GPU": 2}, {}])
     assert "trainer: 2 CPU, 2 GPU; inference: 1 CPU, 1 GPU; orchestrator: 1 CPU" in said
     assert said.endswith("there, node by node: 4 CPU, 2 GPU; nothing")
@@ -153,6 +155,21 @@ def test_a_full_disk_of_another_host_is_a_full_disk(tmp_path: Path) -> None:
         process.wait()
     assert is_storage_failure(full.value) and process.wait() == STORAGE_FAILED and process.loss is None
     channel.close()
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_all_are_stopped_though_one_could_not_be_started(channel: PipeChannel, tmp_path: Path) -> None:
+    full = PipeChannel([sys.executable, "-c", 'input(); print(\'{"error": "no room", "errno": 28}\', flush=True)'])
+    refused = RemoteHost("other", "127.0.0.1", full).start(SERVES, tmp_path / "a.log", {})
+    living = started(channel, tmp_path / "b.log")
+    with suppress(OSError):
+        refused._started.result(HANG_S)
+    with Supervisor() as supervisor:
+        for process in (refused, living):
+            supervisor.children.append(Child("other", process, tmp_path / "b.log", False, SERVES, {}))
+        supervisor.stop()
+        assert (refused.returncode, living.returncode) == (STORAGE_FAILED, -signal.SIGTERM)
+    full.close()
 
 
 def test_a_process_with_the_number_of_an_earlier_one_has_not_ended(tmp_path: Path) -> None:

@@ -315,17 +315,21 @@ def test_a_sandbox_with_half_a_map_of_users_is_no_failure(monkeypatch: pytest.Mo
         asyncio.run(run_python("print('word')", PATIENT))
 
 
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1], ids=["the outer process", "the first process inside"])
-def test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program(victim: int) -> None:
+def test_a_sandbox_that_somebody_killed_is_no_outcome_of_its_program(
+    victim: int, blow: signal.Signals, hasty: None
+) -> None:
     async def killed() -> None:
-        running = asyncio.create_task(run_python("import time; time.sleep(1000)", PATIENT))
+        limits = PATIENT if blow == signal.SIGKILL else Limits(cpu_s=5)
+        running = asyncio.create_task(run_python("import time; time.sleep(1000)", limits))
         while len(inside(os.getpid())) < 3:
             await asyncio.sleep(0.01)
         process = next(one for one in psutil.Process().children() if one in inside(os.getpid()))
         for _ in range(victim):
             process = process.children()[0]
-        process.kill()
-        with pytest.raises(ProcessKilled, match="its sandbox was killed from outside"):
+        process.send_signal(blow)
+        with pytest.raises(ProcessKilled, match="its sandbox was (killed|stopped) from outside"):
             await running
 
     asyncio.run(killed())

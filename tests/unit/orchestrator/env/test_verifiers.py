@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,6 +119,16 @@ def test_a_killed_player_is_started_again_and_nobody_is_blamed(tmp_path: Path, m
     (tmp_path / "again").mkdir()
     with pytest.raises(ConfigError, match="the process that was to play it was killed 1 times in a row"):
         plain(tmp_path / "again", monkeypatch, "killed")
+
+
+def test_a_stopped_player_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_LOOK_S", 0.05)
+    environment = plain(tmp_path, monkeypatch, "plays", "stops", "plays")
+    process = environment._player._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    assert scored(environment, 1).reward == 3.0
+    environment._player.close()
 
 
 def test_a_player_that_cannot_start_is_started_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,6 +315,22 @@ def test_weights_follow_the_umask(publisher_of: PublisherOf, tiny_model: ModelFa
     assert all(found & 0o044 == mode & 0o044 for found in files.values()), files
 
 
+@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}], ids=["plain", "scaled"])
+def test_settings_of_rotary_embeddings_keep_the_names_that_older_readers_know(
+    scaling: dict[str, Any] | None, publisher_of: PublisherOf, tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    settings = json.loads((model / "config.json").read_bytes())
+    del settings["rope_parameters"]
+    (model / "config.json").write_text(json.dumps(settings | {"rope_theta": 5e5, "rope_scaling": scaling}))
+    publisher, policy = publisher_of(model)
+    published = json.loads(publisher.config_files["config.json"])
+    assert (published["rope_theta"], published["rope_scaling"]) == (5e5, scaling)
+    directory = publisher.publish(1)
+    assert AutoConfig.from_pretrained(directory).rope_parameters == policy.hf_model.config.rope_parameters
+
+
 def test_versions_bring_what_is_beside_the_weights_are_replaced_by_the_same_and_pruned(
     publisher_of: PublisherOf, tiny_model: ModelFactory, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -182,6 +183,23 @@ def test_a_sender_that_stops_is_noticed(offers: WeightOffers, tmp_path: Path, mo
         with pytest.raises(TransferError, match=reason):
             next(arriving)
     is_over.set()
+
+
+def test_no_thread_stays_behind_a_transfer_that_is_given_up(
+    offers: WeightOffers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_offers, "_GROUP_BYTES", 48)
+    offers.offer(1, tensors())
+    incoming = join(offered(tmp_path))
+    arriving = incoming.receive(ARCHITECTURE, torch.float32)
+    for _ in NAMES[:2]:
+        next(arriving)
+    while not incoming._arrived.not_full._waiters:  # type: ignore[attr-defined]  # with the last group
+        time.sleep(0.01)
+    (fetching,) = [thread for thread in threading.enumerate() if thread.name == "weights"]
+    arriving.close()  # type: ignore[attr-defined]
+    fetching.join(HANG_S)
+    assert not fetching.is_alive()
 
 
 def test_a_member_that_is_gone_ends_the_transfer_of_the_others(offers: WeightOffers, tmp_path: Path) -> None:

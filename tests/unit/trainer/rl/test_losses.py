@@ -69,6 +69,13 @@ def test_an_overflowing_sequence_weight_is_bounded_and_weights_at_the_bounds_of_
     assert counts["correction/bounded"] == 0
 
 
+def test_a_veto_acts_below_the_bound_of_log_ratios() -> None:
+    tokens = [{"sampler": -1.0, "old": -1.0 + w, "new": -1.0 + w, "advantage": 1.0} for w in (0.0, -30.0)]
+    correction = {"type": "truncate", "veto": 1e-12}
+    _, counts = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
+    assert counts["correction/vetoed"] == 2
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_config_shows_the_defaults_of_the_loss_and_reads_them_back(name: str) -> None:
     config = PolicyLossConfig(type=name)
