@@ -202,7 +202,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         config.orchestrator.client.urls = config.inference.urls
     for name in ("trainer", "orchestrator", "inference"):
         process = getattr(config, name)
-        read_section(type(process), process.model_dump(), key=f"{name}:")  # with what was handed down
+        read_section(type(process), process.model_dump(), key=f"{name}:")  # again, as settings were handed down
     return config
 
 
