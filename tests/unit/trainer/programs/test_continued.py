@@ -265,7 +265,7 @@ def test_a_run_resumes_on_an_empty_machine_from_a_store(server: S3Server, progra
 def test_a_store_that_fails_ends_the_run_with_its_reason(server: S3Server, programs: Programs, tmp_path: Path) -> None:
     server.spoil = lambda method, path: "403" if method == "PUT" else None
     settings = programs.settings("sft") | {"ckpt": {"interval": 2, "dir": URL}}
-    with pytest.raises(SaveError, match=rf"{URL}: writing step_2/(.|\n)*PermissionError"):
+    with pytest.raises(SaveError, match=rf"{URL}: writing run/run.json(.|\n)*PermissionError"):
         train("sft", tmp_path / "run", settings, until=4)
     assert 2 in RunDir(tmp_path / "run").committed_steps(), "the checkpoint on this machine is whole"
     missing = settings | {"ckpt": {"interval": 2, "dir": "s3://buckett/run"}}
