@@ -190,4 +190,4 @@ def test_killed_at_any_call_of_clean_no_rest_resumes(settings: dict[str, Any], f
             assert named <= {*new, "configs/attempt_2/sft.toml", "configs/attempt_2/inputs.json"}
         assert (output / "weights").is_symlink() and (output / "notes.txt").read_text() == "mine"
         shutil.rmtree(output)
-    assert 1 <= resumed <= 6 < len(instants)  # only up to the mark
+    assert 1 <= resumed <= 12 < len(instants)  # only up to the mark; before it, a start tries what it can write

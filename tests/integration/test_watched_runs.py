@@ -19,7 +19,7 @@ from tests.forking.commands import Run, shared_commands
 from tests.integration.conftest import UsedServer
 from tests.runs.dashboards import charts_in, curve_in, page_when, request
 from tests.runs.ports import free_port
-from tests.runs.prometheus import scrape, scraped_when
+from tests.runs.prometheus import Scrape, scrape, scraped_when
 from tests.runs.rl import RlRun, complete
 from tests.runs.terminal import Terminal
 from tests.runs.trackers import TrackedDirectory
@@ -54,12 +54,15 @@ def test_prometheus_reads_a_run_and_its_resume(start: Start, monkeypatch: pytest
     with pytest.raises(OSError):
         scrape(port)
     again = start("run", *flags, "--ckpt.resume-step", "latest")
-    resumed = scraped_when(port, lambda found: "holdfast_step" in found.samples and found.value("holdfast_step") >= 1)
+
+    def shown(found: Scrape) -> set[str]:
+        return {labels["metric"] for labels, _ in found.samples.get("holdfast_metric", [])}
+
+    resumed = scraped_when(port, lambda found: "val/loss" in shown(found))
     os.kill(again.pid, signal.SIGTERM)
     assert again.wait().code == 128 + signal.SIGTERM
     last = read_metrics(again.output / "metrics.jsonl")[-1]
-    shown = {labels["metric"] for labels, _ in resumed.samples["holdfast_metric"]}
-    assert {name for name, value in last.items() if name != "step" and value is not None} <= shown
+    assert {name for name, value in last.items() if name != "step" and value is not None} <= shown(resumed)
 
 
 Tracked = Callable[..., SftRun]
