@@ -55,7 +55,8 @@ def main() -> None:
                     print(f"{task}, {variant}, seed {seed}: {time.monotonic() - begin:.0f} s, "
                           f"greedy {ends[0]:.3f} to {ends[1]:.3f}{a_step}", flush=True)  # fmt: skip
     runs = read_runs(arguments.output)
-    draw(panels_of(runs), arguments.output / "curves.png")
+    if panels := panels_of(runs):
+        draw(panels, arguments.output / "curves.png")
     if first := first_screen_of(runs):
         draw_first_screen(first, FIRST_SCREEN, arguments.output / "smollm2.svg")
     print(f"\n{table(runs)}\n\n{summary(runs)}")
