@@ -159,10 +159,11 @@ class Incoming:
                     self._arrived.put((group, data))
                 files.append(WeightsFile(file.name, size, checksum.hexdigest()))
             self._store.set(transfer.received_key(self._rank), "all")
-            if not self._is_abandoned:  # otherwise the last group may fill the queue for ever
-                self._arrived.put(combined_digest(files))
+            end: str | Exception = combined_digest(files)
         except Exception as error:  # noqa: BLE001 - raised by `receive`
-            self._arrived.put(error)
+            end = error
+        if not self._is_abandoned:  # otherwise the last group may fill the queue for ever
+            self._arrived.put(end)
 
 
 def _place(offer: Offer) -> str:

@@ -234,12 +234,14 @@ async def _starting(config: McpServerConfig, ending: Ending | None) -> AsyncIter
 
     def look() -> None:
         nonlocal is_stopped
-        is_stopped = ending is not None and ending.is_stopped()
+        # Not at every server that has started: it takes milliseconds of the event loop.
+        is_stopped = bound.when() is not None and ending is not None and ending.is_stopped()
 
     # Just before the timeout, after which the library ends the program.
     looking = asyncio.get_running_loop().call_later(config.start_timeout_s, look)
+    bound = asyncio.timeout(config.start_timeout_s)
     try:
-        async with asyncio.timeout(config.start_timeout_s) as bound:
+        async with bound:
             yield bound
     except TimeoutError:
         if is_stopped:

@@ -157,8 +157,9 @@ class _Player:
             except BaseException:
                 self.close()
                 raise
-        if self._link is None:
+        elif self._link is None:  # loaded before this event loop began
             self._watch()
+        if self._link is None:
             assert self._process is not None
             self._link = await _Link.open(self._socket, self._process)
         return self._link

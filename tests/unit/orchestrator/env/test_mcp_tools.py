@@ -139,6 +139,18 @@ def test_a_server_that_a_signal_stops_is_no_timeout_to_the_policy() -> None:
         asyncio.run(play(settings, [call("note", text="a"), call("note", text="b"), "done"], before_turn={1: stop}))
 
 
+def test_a_server_that_has_started_is_not_looked_at() -> None:
+    ending = Mock()
+
+    async def start() -> None:
+        async with mcp._starting(McpServerConfig(command="sh", start_timeout_s=0.01), ending) as bound:
+            bound.reschedule(None)
+            await asyncio.sleep(0.02)
+
+    asyncio.run(start())
+    ending.is_stopped.assert_not_called()
+
+
 @pytest.mark.launch
 def test_a_server_that_a_signal_stops_at_its_start_is_no_failure() -> None:
     server = mcp.McpServer("s0", McpServerConfig.model_validate(STDIO))
