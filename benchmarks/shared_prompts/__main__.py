@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--row-tokens", type=int, default=4096, help="tokens of a micro-batch at most (4096)")
     parser.add_argument("--only", choices=["shared", "apart", "trl"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
@@ -126,6 +127,7 @@ def make_contestants(
         run = start_learner(
             folder / name, arguments.model, mesh, tokenizer,
             model={"name": str(arguments.model), "dtype": dtype}, share_prompts=name == "shared",
+            row_tokens=arguments.row_tokens,
             optim={"lr": LEARNING_RATE}, loss={"type": "grpo"}, ckpt=None,
         )  # fmt: skip
         batch = Batch(step=1, policy_version=0, weights_digest="d" * 32, rollouts=rollouts)

@@ -184,7 +184,7 @@ def speed(place: Place, mesh: Mesh) -> None:
         place.note("speed", f"a step of 4 rows, activations {kind}", seconds, "s")
         place.note("speed", f"tokens a second, activations {kind}", found["tokens_per_s"], "tokens/s")
         if "mfu" in found:
-            place.note("speed", f"MFU, activations {kind}", found["mfu"], "", "on an H100 0.16 recomputed, 0.20 kept")
+            place.note("speed", f"MFU, activations {kind}", found["mfu"], "", "H200: 0.17, kept 0.22, compiled 0.29")
         place.note("speed", f"memory, activations {kind}", mib / 1024, "GiB")
         place.note("speed", f"16 bytes for each of {parameters:,} parameters", 16 * parameters / 2**30, "GiB")
         del policy, optimizer, step

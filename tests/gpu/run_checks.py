@@ -1,7 +1,9 @@
 """Checks that run commands: they start, compute what the CPU computes, repeat, resume, and end."""
 
 import hashlib
+import json
 import math
+import re
 import signal
 import sys
 import time
@@ -14,7 +16,7 @@ import torch
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
 from tests.conftest import write_tiny_model
-from tests.gpu.gpu_place import SMALL, Place
+from tests.gpu.gpu_place import LARGE, SMALL, Place
 from tests.runs.processes import HANG_S
 from tests.runs.training import PAIRS, LiveRun, SftRun, run_command, succeeded
 
@@ -145,10 +147,10 @@ def offload(place: Place) -> None:
 
 
 def checkpoints(place: Place) -> None:
-    """A save stalls the training briefly; what a kill leaves is whole, and the run goes on."""
-    shape = {} if place.is_toy else SMALL
-    settings = [*place.small("--model.dtype", "bfloat16", "--ckpt.interval", 1, "--ckpt.keep", 2)]
-    settings[1] = place.model(**shape)
+    """A save stalls the training briefly; what a kill leaves is whole, and the run ends with the bits of another."""
+    settings = [*_full_rows(place, {} if place.is_toy else SMALL), "--deterministic", "--ckpt.keep", 2]
+    whole = succeeded(place.run("undisturbed", *settings, "--max-steps", 5, "--ckpt.interval", 5))
+    settings += ["--ckpt.interval", 1]
     command = place.command("saves", *settings, "--max-steps", 1000)
     if place.is_toy:
         command[0] = str(Path(sys.executable).with_name("sft"))
@@ -166,6 +168,33 @@ def checkpoints(place: Place) -> None:
     stalls = again.column("time/checkpoint")
     assert again.column("step") == [1, 2, 3, 4, 5]
     place.note("checkpoints", "stall of a save, the least", min(stalls), "s", "< 1 on H100 and H200 at 0.6B")
+    is_same = digest(again, 5) == digest(whole, 5)
+    place.note("checkpoints", "weights of a killed run are those of another", float(is_same), "", "1")
+    assert is_same
+
+
+def _full_rows(place: Place, shape: dict[str, int]) -> list[object]:
+    """Return flags of steps of two full rows in bfloat16 on a model of this shape."""
+    data, seq_len = place.folder / "long.jsonl", 32 if place.is_toy else 8192
+    data.write_text(json.dumps({"prompt": "a", "completion": "abcdefgh" * (seq_len // 8 - 1)}) + "\n")
+    return [
+        *place.small("--model.dtype", "bfloat16"), "--model.name", place.model(**shape), "--data.name", data,
+        "--data.batch-size", 2, "--data.micro-batch-size", 1, "--data.seq-len", seq_len,
+    ]  # fmt: skip
+
+
+def plans(place: Place) -> None:
+    """The memory that a step takes is the memory of its plan."""
+    shapes = {"toy": {}} if place.is_toy else {"0.6B": SMALL, "1.7B": LARGE}
+    kinds = {"recomputed": ["--model.activation-checkpointing"], "kept": ["--no-model.activation-checkpointing"]}
+    for shape, fields in shapes.items():
+        for kind, own in kinds.items():
+            settings, what = [*_full_rows(place, fields), *own, "--max-steps", 2], f"{shape}, activations {kind}"
+            dry = place.run("planned", *settings, "--dry-run", "--parallel.card-gb", 141, device="cuda")
+            (planned,) = re.findall(r"on each rank: ([0-9.]+) GiB", dry.output)
+            found = succeeded(place.run(f"planned_{shape}_{kind}", *settings)).column("memory_gib")[-1]
+            place.note("plans", f"memory of a step, {what}", found, "GiB", f"{planned} planned")
+            assert place.is_toy or 0.9 < found / float(planned) < 1.1
 
 
 def ends(place: Place) -> None:

@@ -22,6 +22,7 @@ REFUSED = {"falcon (alibi)", "rwkv", "qwen3_vl_text"}
         run_checks.rl_over_a_journal,
         run_checks.offload,
         run_checks.checkpoints,
+        run_checks.plans,
         run_checks.ends,
         run_checks.out_of_memory,
         device_checks.head,

@@ -41,8 +41,8 @@ def test_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> N
 @pytest.mark.parametrize(
     "check",
     [
-        numbers, numbers_of_adapters, exactness, run_checks.offload, run_checks.checkpoints, run_checks.ends,
-        run_checks.preferences, run_checks.rl_over_a_journal,
+        numbers, numbers_of_adapters, exactness, run_checks.offload, run_checks.checkpoints, run_checks.plans,
+        run_checks.ends, run_checks.preferences, run_checks.rl_over_a_journal,
     ],
 )  # fmt: skip
 def test_long_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> None:
