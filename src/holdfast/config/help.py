@@ -32,7 +32,7 @@ _INDENT = "  "
 
 def first(command: str) -> dict[str, list[str]]:
     """Return what the help of a command shows first: its `examples`, and the `settings` that people change."""
-    return tomli.loads(_FIRST.read_text())[command]
+    return tomli.loads(_FIRST.read_text(encoding="utf-8"))[command]
 
 
 def is_asked(argv: Sequence[str]) -> bool:
@@ -70,7 +70,7 @@ def text(command: str, summary: str, argv: Sequence[str]) -> str:
 
 def _sections(command: str) -> dict[str, dict[str, Any]]:
     """Return the tables of a command by their key, without what `rl` hands down to its processes."""
-    content = json.loads(_FILE.read_text())
+    content = json.loads(_FILE.read_text(encoding="utf-8"))
     sections: dict[str, dict[str, Any]] = {}
 
     def add(tables: Iterable[dict[str, Any]], prefix: str, left_out: Sequence[str]) -> None:
@@ -159,7 +159,7 @@ def _cut(line: str, width: int) -> str:
 def names_elsewhere() -> dict[str, Any]:
     """Return name in another system -> `settings` here, the hint `said` if the command has none of them, and in some a
     remark `beside` the setting."""
-    return tomli.loads(_ELSEWHERE.read_text())
+    return tomli.loads(_ELSEWHERE.read_text(encoding="utf-8"))
 
 
 def hint(name: str, known: Iterable[str]) -> str:

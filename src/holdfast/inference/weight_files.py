@@ -114,7 +114,7 @@ def read_architecture(model_dir: Path) -> Architecture:
     The headers of its weights name them; without weights, transformers builds the model of its config.json on the meta
     device.
     """
-    tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))
+    tied = bool(json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings", False))
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weights_files(model_dir):
         with safe_open(path, "pt") as file:

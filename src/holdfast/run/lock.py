@@ -223,7 +223,7 @@ def _is_taken(descriptor: int) -> bool:
 
 def _pid_space() -> str:
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # a sandbox that does not tell
         import psutil

@@ -110,7 +110,7 @@ class Written:
 def published_dtype(request: Export, saved: torch.dtype) -> torch.dtype:
     """Return the requested dtype, else the dtype of the run's published weights, else `saved`."""
     path = request.step_directory / TRAINER_DIR / "config.toml"
-    of_run = tomli.loads(path.read_text()).get("model", {}).get("dtype") if path.exists() else None
+    of_run = tomli.loads(path.read_text(encoding="utf-8")).get("model", {}).get("dtype") if path.exists() else None
     return DTYPES.get(request.dtype or of_run or "", saved)
 
 
@@ -121,10 +121,10 @@ def copy_description(step: Path, directory: Path) -> None:
 
 def set_dtype(path: Path, dtype: torch.dtype) -> None:
     """Set `dtype` in a config.json, unless it is set."""
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     name = str(dtype).removeprefix("torch.")
     if config.get("dtype") != name:
-        path.write_text(json.dumps(config | {"dtype": name}, indent=2, sort_keys=True) + "\n")
+        path.write_text(json.dumps(config | {"dtype": name}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager

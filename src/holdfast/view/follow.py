@@ -320,7 +320,7 @@ def _max_steps(run_dir: RunDir) -> int | None:
     """Return the last step by the settings of the newest attempt, before its trainer has said it."""
     for name in ("trainer", "sft", "dpo", "reward-model"):
         with suppress(OSError, ValueError):
-            text = (run_dir.configs(run_dir.next_attempt() - 1) / f"{name}.toml").read_text()
+            text = (run_dir.configs(run_dir.next_attempt() - 1) / f"{name}.toml").read_text(encoding="utf-8")
             if isinstance(found := tomli.loads(text).get("max_steps"), int):
                 return found
     return None

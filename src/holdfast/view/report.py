@@ -265,9 +265,9 @@ def render(page: dict[str, Any], plotly_js: str, *, live: Live | None = None) ->
         # Files of the package and the library only, nothing of a run.
         plotly_js=Markup(plotly_js),
         live=live,
-        live_js=Markup((_HERE / "live.js").read_text()),
-        page_js=Markup((_HERE / "page.js").read_text()),
-        page_css=Markup((_HERE / "page.css").read_text()),
+        live_js=Markup((_HERE / "live.js").read_text(encoding="utf-8")),
+        page_js=Markup((_HERE / "page.js").read_text(encoding="utf-8")),
+        page_css=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
         nonce=secrets.token_urlsafe(16),
     )
     # Names of directories are bytes, a page is text.

@@ -190,7 +190,7 @@ def main() -> None:
     os.nice(19)
     set_thread_environment(1)
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # ends first if memory does
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")  # ends first if memory does
     page = LivePage(Path(sys.argv[1]))
     server = WebServer(HOST, int(sys.argv[2]), page.answer)
     events.report("ready", url=f"http://{HOST}:{server.port}/")

@@ -147,7 +147,7 @@ def _ring(number: int, frame: Any) -> None:
 
 def _data_bytes() -> int:
     """Return what the kernel counts for RLIMIT_DATA."""
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
 
 
 def _limit(kind: int, most: int) -> int:

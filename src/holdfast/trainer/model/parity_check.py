@@ -75,7 +75,7 @@ def was_checked(config: TrainingCommand) -> bool:
     saved = manifest.read_manifest(directory)
     if saved.libraries != manifest.library_versions() or saved.fingerprints.config != fingerprint(config):
         return False
-    settings = (directory / TRAINER_DIR / "config.toml").read_text(), to_toml(config)
+    settings = (directory / TRAINER_DIR / "config.toml").read_text(encoding="utf-8"), to_toml(config)
     before, now = (tomli.loads(text).get("parallel") for text in settings)
     return before == now
 

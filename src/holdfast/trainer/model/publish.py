@@ -172,7 +172,7 @@ def _keep_older_names(path: Path, config: PreTrainedConfig, name: str | None) ->
     given = json.loads(original.read_bytes()) if original else {}
     if older := {key: given[key] for key in _OLDER_NAMES if key in given}:
         written = path.read_bytes()
-        path.write_text(json.dumps({**older, **json.loads(written)}, indent=2, sort_keys=True) + "\n")
+        path.write_text(json.dumps({**older, **json.loads(written)}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         read = type(config).from_pretrained(path.parent)
         if getattr(read, "rope_parameters", None) != getattr(config, "rope_parameters", None):
             path.write_bytes(written)

@@ -76,7 +76,7 @@ class SafetensorsFile:
 def mode_of_new_files() -> int:
     """Return the mode that `open` gives a new file in this process; safetensors lets nobody else read."""
     # `os.umask` would change the umask for other threads.
-    umask = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    umask = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     return 0o666 & ~int(umask[1], 8) if umask else 0o600
 
 
