@@ -88,7 +88,7 @@ PLACES: dict[str, str | tuple[str, ...]] = {
     "launcher/cluster/slurm.py _run": "test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",
     "launcher/cluster/slurm.py _submit": "test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",
     # No new process: the launcher becomes another program.
-    "launcher/launch.py _become": "test_servers.py::test_a_port_is_held_until_its_holder_is_killed",
+    "launcher/launch.py _become": "test_server_choice.py::test_a_port_is_held_until_its_holder_is_killed",
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from holdfast.errors import ProcessDied
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.plan import Plan
+from holdfast.launcher.restarts import watch
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.watch_run import watch
 from holdfast.run.run_dir import RunDir
 
 

@@ -19,7 +19,7 @@ import holdfast
 from holdfast import cli, config, errors
 from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
 from holdfast.config.load import read_toml
-from holdfast.launcher.inference_servers import reserve
+from holdfast.launcher.server_choice import reserve
 from holdfast.run.run_dir import RunDir
 from tests.builders.toy import TOY
 from tests.conftest import ROOT

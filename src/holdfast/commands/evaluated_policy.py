@@ -16,10 +16,10 @@ from holdfast.config.load import to_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, printable
 from holdfast.launcher.devices import Placement, choose_inference, inference_gpus, this_machine
 from holdfast.launcher.failures import RestartLimit, death_of
-from holdfast.launcher.inference_servers import release_all, reserve_first_free
 from holdfast.launcher.preflight import check_in_child
 from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.launcher.resume.resume_step import resolve_resume_step
+from holdfast.launcher.server_choice import release_all, reserve_first_free
 from holdfast.launcher.supervisor import Child, Supervisor
 from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout

@@ -1,4 +1,4 @@
-"""The launcher: prepares the run directory and the plan of a run, and starts it (`launcher.watch_run`).
+"""The launcher: prepares the run directory and the plan of a run, and starts it (`launcher.restarts`).
 
 `rl` decides once which step to resume from, for all processes, and starts them at the same time: a process that is
 ready first waits for the others through the run directory. `sft`, `dpo` and `reward-model` may start evaluations beside
@@ -47,7 +47,6 @@ from holdfast.launcher.forecast import (
     forecast_meanwhile,
     load_of,
 )
-from holdfast.launcher.inference_servers import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.placement import ClusterPlacement, placed_on_cluster
@@ -70,11 +69,12 @@ from holdfast.launcher.preflight import (
     summary,
 )
 from holdfast.launcher.rendezvous import with_outer_nodes
+from holdfast.launcher.restarts import watch
 from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume, write_config
 from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
+from holdfast.launcher.server_choice import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.side_processes import check_outputs
-from holdfast.launcher.watch_run import watch
 from holdfast.process.child import available_cores, wait_passively
 from holdfast.process.events import PROCESS_ENV
 from holdfast.process.gpus import Gpu, find_gpus

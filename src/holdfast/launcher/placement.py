@@ -17,8 +17,8 @@ from holdfast.launcher.cluster.hosts import RemoteHost, RpcChannel
 from holdfast.launcher.cluster.ray import RayCluster
 from holdfast.launcher.cluster.slurm import SlurmCluster
 from holdfast.launcher.devices import Machine, gpus_per_engine
-from holdfast.launcher.inference_servers import Servers
 from holdfast.launcher.plan import Plan
+from holdfast.launcher.server_choice import Servers
 from holdfast.process.gpus import Gpu, Inventory, torch_build
 from holdfast.protocol.inference import read_admin_token
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV

@@ -133,9 +133,9 @@ class BatchMaker:
     async def make(self, step: int, weights: PublishedWeights) -> Selection:
         """Return the groups of batch `step`, sampled by `weights`.
 
-        Problems are drawn in rounds; the first round is a whole batch. With dynamic sampling, each later round replaces
-        the groups without signal, up to the limit of draws; then groups without signal fill the batch. A round begins
-        after the round before has ended, so the draw never depends on timing.
+        The first draw is a whole batch. With dynamic sampling, each later draw replaces the groups without signal, up
+        to the limit of draws; then groups without signal fill the batch. A draw begins after the groups of the draw
+        before have ended, so it never depends on timing.
 
         Raises EnvironmentFailure if an environment failed and `on_error` is `stop`, or no group is left; InferenceError
         if an engine failed.

@@ -78,7 +78,7 @@ _COLLECTOR_THRESHOLDS = (10_000, 10, 10)
 
 
 async def orchestrate(config: OrchestratorConfig) -> None:
-    """Make every batch that is missing, from the resumed step to `max_steps`."""
+    """Make every batch from the end of the journal to `max_steps`."""
     check_rounds(config)
     _allow_connections(config)
     key = "model.tokenizer" if config.model.tokenizer else "model.name"

@@ -25,7 +25,7 @@ from holdfast.errors import (
     TrainingError,
     is_storage_failure,
 )
-from holdfast.launcher import watch_run
+from holdfast.launcher import restarts
 from holdfast.launcher.failures import StorageBackoff, fullest
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.child import _LossyFile
@@ -262,12 +262,12 @@ _ENDS = [(_STORE, "hangs", NOT_SAVED), (_STORE, "137", NOT_SAVED), (_STORE, "3",
 def test_the_exit_code_is_that_of_the_upload(
     store: str | None, end: str, code: int, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
 ) -> None:
-    monkeypatch.setattr(watch_run, "_TELLING_S", 0.1)
+    monkeypatch.setattr(restarts, "_TELLING_S", 0.1)
     write_checkpoint(run_dir, 5)
     ckpt = {"dir": store, "grace_s": 0.2 if end == "hangs" else 60}
     config = SftConfig.model_validate({"output_dir": str(run_dir.path), "max_steps": 9, "ckpt": ckpt})
     argv = [sys.executable, "-c", TRAINER, str(run_dir.metrics), end]
-    plan = watch_run.Plan(Attempt(run_dir, 1, None), {"trainer": argv}, config, [])
+    plan = restarts.Plan(Attempt(run_dir, 1, None), {"trainer": argv}, config, [])
 
     def signal_when_trained() -> None:
         while not run_dir.metrics.exists() or not run_dir.metrics.read_text():
@@ -277,7 +277,7 @@ def test_the_exit_code_is_that_of_the_upload(
     is_over = threading.Event()
     thread = threading.Thread(target=signal_when_trained)
     thread.start()
-    assert watch_run.watch(plan) == code
+    assert restarts.watch(plan) == code
     thread.join()
     is_here_alone = f"step 5 is saved here, but not at {store}" in told()
     assert is_here_alone == (code == NOT_SAVED) and HEARTBEAT_ENV not in os.environ

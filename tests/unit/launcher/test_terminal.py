@@ -20,9 +20,9 @@ from holdfast.config import InferenceConfig, SftConfig
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
-from holdfast.launcher.inference_servers import _look
 from holdfast.launcher.liveness import Health, HealthProbe
 from holdfast.launcher.rendezvous import with_outer_nodes
+from holdfast.launcher.server_choice import _look
 from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.client.http import HttpTransport
 from holdfast.process.child import _LossyFile

@@ -17,7 +17,7 @@ from holdfast import errors
 from holdfast.config import InferenceConfig, RlConfig
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.resolved import FREE
-from holdfast.launcher import failures, inference_servers, liveness
+from holdfast.launcher import failures, liveness, server_choice
 from holdfast.run import record_log
 from tests.conftest import BASE, ROOT
 from tests.forking.commands import shared_commands
@@ -332,7 +332,7 @@ def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
         f"named after {guard.NAMED_AFTER_S:g} s with environment",
         f"after {failures._STORAGE_FIRST_DELAY_S:g} s, then 2, 4, ... up to {failures._STORAGE_LAST_DELAY_S:g} s",
         f"takes the server at port {InferenceConfig().server.port} if it is nobody's",
-        f"waits up to {inference_servers._ENDING_S:g} s for what a killed launcher",
+        f"waits up to {server_choice._ENDING_S:g} s for what a killed launcher",
         f"The answers of the last {1000 * record_log._BETWEEN_SYNCS_S:g} ms",
     ):
         assert text in page, text

@@ -106,7 +106,7 @@ def test_every_file_of_tests_is_in_one_share() -> None:
 def test_a_change_of_a_part_runs_its_faults() -> None:
     for part, tests in parts.PARTS.items():
         assert (ROOT / part).exists() and all((ROOT / test).exists() for test in tests)
-    writer, launcher = "src/holdfast/trainer/checkpoint/writer.py", "src/holdfast/launcher/watch_run.py"
+    writer, launcher = "src/holdfast/trainer/checkpoint/writer.py", "src/holdfast/launcher/restarts.py"
     assert parts.tests_of(["README.md", "src/holdfast/trainer/launch.py"]) == []
     assert parts.tests_of([writer]) == list(parts.PARTS["src/holdfast/trainer/checkpoint"])
     resume = "src/holdfast/launcher/resume/prepare.py"

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.errors import ConfigError, ProcessDied
-from holdfast.launcher import watch_run
+from holdfast.launcher import restarts
 from holdfast.view.console import as_json_lines, json_lines
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.stand_ins import Stands
@@ -114,7 +114,7 @@ def test_an_error_that_nobody_expected_is_noted_as_the_end(stands: Stands, monke
     def fails(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(watch_run._Watcher, "_follow_group", fails)
+    monkeypatch.setattr(restarts._Watcher, "_follow_group", fails)
     with pytest.raises(RuntimeError):
         stands.watch(heals=False, trainer="time.sleep(600)")
     last = json.loads((stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()[-1])

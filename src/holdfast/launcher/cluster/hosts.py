@@ -32,7 +32,7 @@ from holdfast.process.heartbeat import awake_s, show_stacks
 from holdfast.process.imports import module_command
 
 if TYPE_CHECKING:
-    from holdfast.launcher.inference_servers import Reservation
+    from holdfast.launcher.server_choice import Reservation
 
 # Variables of each host. The rest of the launcher's environment goes to other hosts, as with `srun`.
 _OWN = ("PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_", "VIRTUAL_ENV")
@@ -216,7 +216,7 @@ class RemoteAgent:
     def reserve(self, first: int) -> int:
         """Return the first free port from `first` on; it is held until the agent ends."""
         # Not at the top: the agent must handle signals before long imports.
-        from holdfast.launcher.inference_servers import reserve_first_free
+        from holdfast.launcher.server_choice import reserve_first_free
 
         (reservation,) = reserve_first_free("0.0.0.0", first)
         self._reservations.append(reservation)

@@ -1,4 +1,4 @@
-"""The ledger of an RL run: every accepted rollout is trained once, or is pending in the journal.
+"""The ledger of an RL run: every accepted rollout is trained once, pending in the journal, or dropped by name.
 
 The orchestrator's state N (`rollouts/step_N/orchestrator.json`) counts everything up to batch N, and counts dropped
 items by reason. The equation

@@ -78,7 +78,7 @@ from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.run.run_dir import RunDir
 from holdfast.launcher.plan import Plan
-from holdfast.launcher.watch_run import watch
+from holdfast.launcher.restarts import watch
 
 run_dir = RunDir(Path(sys.argv[1]))
 run_dir.create()

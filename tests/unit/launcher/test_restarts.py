@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
-from holdfast.launcher import failures, watch_run
+from holdfast.launcher import failures, restarts
 from holdfast.launcher.failures import RestartLimit, engine_failure
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.run.run_dir import RunDir
@@ -81,7 +81,7 @@ def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: 
 
 
 def test_a_run_heals_where_its_processes_cannot_be_told(stands: Stands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_run, "HEALING_NAME", "x" * 300)  # longer than a name may be
+    monkeypatch.setattr(restarts, "HEALING_NAME", "x" * 300)  # longer than a name may be
     trainer = f"if start == 1: sys.exit({STORAGE_FAILED})\n{_UNTIL_A_BATCH}made('weights/step_1')"
     assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
 
@@ -146,7 +146,7 @@ def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(sta
 def test_evaluations_are_started_again_and_end_no_training(
     stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_run, "_MAX_EVALUATION_RESTARTS", 1)
+    monkeypatch.setattr(restarts, "_MAX_EVALUATION_RESTARTS", 1)
     crashes = counted("evaluation", "if start < 3: sys.exit(1)")
     trainer = "while not Path('evaluation_starts').exists() or Path('evaluation_starts').stat().st_size < {}: "
     trainer += "time.sleep(0.02)\nmade('weights/step_1')"
@@ -160,7 +160,7 @@ def test_evaluations_are_started_again_and_end_no_training(
 def test_evaluations_wait_for_storage_as_training_does_and_are_not_given_up(
     stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_run, "_MAX_EVALUATION_RESTARTS", 0)
+    monkeypatch.setattr(restarts, "_MAX_EVALUATION_RESTARTS", 0)
     full = counted("evaluation", f"if start < 4: sys.exit({STORAGE_FAILED})\nmade('evaluated')")
     trainer = "while not Path('evaluated').exists(): time.sleep(0.02)\nmade('weights/step_1')"
     assert stands.watch(heals=False, evaluation=full, trainer=trainer) == 0

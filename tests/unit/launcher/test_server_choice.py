@@ -23,7 +23,7 @@ from holdfast.config import RlConfig
 from holdfast.config.load import parse_command_line
 from holdfast.config.rl import hand_down_shared
 from holdfast.errors import ConfigError, InferenceError
-from holdfast.launcher.inference_servers import (
+from holdfast.launcher.server_choice import (
     Reservation,
     Servers,
     chosen_servers,
@@ -172,7 +172,7 @@ def test_launchers_of_the_same_moment_never_get_the_same_port(first_port: int) -
         held.release()
 
 
-_RESERVES = f"import os; from holdfast.launcher.inference_servers import reserve; held = reserve('{HOST}', PORT)"
+_RESERVES = f"import os; from holdfast.launcher.server_choice import reserve; held = reserve('{HOST}', PORT)"
 _SERVER = [sys.executable, "-c", "print('holds', flush=True); input()"]
 
 
@@ -219,7 +219,7 @@ def test_a_free_server_of_another_user_is_used_only_where_it_is_named(tmp_path: 
 @pytest.fixture
 def ending_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for what a run has left at a port for longer than a busy machine takes to end it."""
-    monkeypatch.setattr("holdfast.launcher.inference_servers._ENDING_S", HANG_S)
+    monkeypatch.setattr("holdfast.launcher.server_choice._ENDING_S", HANG_S)
 
 
 WAITING = f"Waiting for up to {HANG_S:g} s: the last start of this run may have left it"
@@ -254,7 +254,7 @@ def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_a
         loading = left.enter_context(socket.socket())
         loading.bind((HOST, first_port))
         assert started_again(tmp_path, first_port, stack, left, told).starts_own
-    monkeypatch.setattr("holdfast.launcher.inference_servers._ENDING_S", 0.2)
+    monkeypatch.setattr("holdfast.launcher.server_choice._ENDING_S", 0.2)
     with socket.socket() as stays, ExitStack() as stack:
         stays.bind((HOST, first_port))
         refused(explicit(tmp_path, first_port), stack, f":{first_port} is in use")
@@ -307,7 +307,7 @@ def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, handler: type[B
 
 
 def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.launcher.inference_servers._HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("holdfast.launcher.server_choice._HEARTBEAT_S", 0.01)
     with offered() as (engine, port, stack):
         Launcher(tmp_path, port).choose(stack)
 
@@ -456,7 +456,7 @@ def test_servers_that_were_named_are_used_if_no_other_run_has_them(tmp_path: Pat
 
 
 def test_ports_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.launcher.inference_servers.NUM_CANDIDATES", 1)
+    monkeypatch.setattr("holdfast.launcher.server_choice.NUM_CANDIDATES", 1)
     with socket.create_server((HOST, 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=f"no port from {port} to {port} is free"):
