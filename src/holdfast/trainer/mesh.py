@@ -104,6 +104,13 @@ class Mesh:
     expert_mesh: DeviceMesh | None = None
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of training that this rank is in."""
+        meshes = [self.device_mesh, *([self.expert_mesh] if self.expert_mesh is not None else [])]
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        return [*groups, *([self.sequence.group] if self.sequence is not None else [])]
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank writes logs, metrics, weights and manifests."""
         return self.rank == 0
@@ -209,7 +216,11 @@ def open_mesh(config: ParallelConfig) -> Iterator[Mesh]:
         # CPU tensors (metrics of the host, checkpoint planning, parameters that are offloaded) go over gloo.
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
-    yield join_mesh(config, rank=rank, world_size=world_size, device=device)
+    mesh = join_mesh(config, rank=rank, world_size=world_size, device=device)
+    if not has_group:
+        for group in mesh.groups:  # a DeviceMesh gives them torch's own time-out
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    yield mesh
     # Not after a failure: other ranks may be in a collective, and notice the end of this process.
     if not has_group:
         dist.destroy_process_group()

@@ -121,6 +121,7 @@ def test_each_pass_and_phase_of_a_trainer_is_a_sign_of_life(tiny_model: ModelFac
 
 _RANKS = """
 import os, signal, sys, threading, time
+import torch
 from holdfast.trainer.mesh import open_mesh
 from holdfast.config.training import ParallelConfig
 
@@ -143,8 +144,10 @@ def freeze():
     for pid in (other, os.getpid()):
         os.kill(pid, signal.SIGSTOP)
 
-with open_mesh(ParallelConfig(collective_timeout_s=timeout_s, threads=1)) as mesh:
+with open_mesh(ParallelConfig(collective_timeout_s=timeout_s, threads=1, replicas=2)) as mesh:
     mesh.barrier()
+    of_groups = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.groups]
+    assert of_groups == [timeout_s] * 2, of_groups
     if rank == 1:
         threading.Event().wait()
     print(other, flush=True)
