@@ -25,6 +25,7 @@ from holdfast.process.child import available_cores
 from holdfast.process.gpus import (
     INSTALL_CPU,
     INSTALL_GPU,
+    NUMBERED_BY_DRIVER,
     VISIBLE_DEVICES_ENV,
     Gpu,
     Inventory,
@@ -39,8 +40,6 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 
 _NO_GPU = f"the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: {INSTALL_CPU}"
-# Arguments of vLLM that multiply the GPUs of one engine.
-_SPLITTING = ("pipeline-parallel-size", "data-parallel-size")
 _MOST_PER_CORE = 16  # processes or threads of one kind on the CPU: more only fill the memory
 
 
@@ -78,7 +77,7 @@ class Placement:
 
     def environment(self, gpus: Sequence[Gpu]) -> dict[str, str]:
         """Return the variables of a process that gets `gpus`."""
-        return {VISIBLE_DEVICES_ENV: names_of(gpus)} if gpus or self.hides_gpus else {}
+        return {VISIBLE_DEVICES_ENV: names_of(gpus), **NUMBERED_BY_DRIVER} if gpus or self.hides_gpus else {}
 
 
 def this_machine(inventory: Inventory) -> Machine:
@@ -148,6 +147,12 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     # From the end: engines over 2 or 4 GPUs then begin at even numbers.
     begins = range(len(gpus) - of_engines, len(gpus), size)
     engines = tuple(gpus[begin : begin + size] for begin in begins)
+    weights = config.weights or config.trainer.weights
+    if of_trainer and weights.transport == "collective" and any(gpus[0] in engine for engine in engines):
+        raise ConfigError(
+            "weights.transport = 'collective' sends from the trainer's first GPU by NCCL, which takes a GPU only once, "
+            "and an engine is on that GPU, too: leave it out"
+        )
     return Placement(gpus[:of_trainer], engines, hides_gpus=bool(gpus))
 
 
@@ -231,7 +236,7 @@ def gpus_per_engine(config: InferenceConfig) -> int:
     """Return how many GPUs one engine is split over."""
     count = config.engine.tensor_parallel_size
     for name, value in config.engine.args.items():
-        if name.replace("_", "-") in _SPLITTING and isinstance(value, int):
+        if name.replace("_", "-") == "pipeline-parallel-size" and isinstance(value, int):
             count *= value
     return count
 

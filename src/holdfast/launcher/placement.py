@@ -19,7 +19,7 @@ from holdfast.launcher.cluster.slurm import SlurmCluster
 from holdfast.launcher.devices import Machine, gpus_per_engine
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.server_choice import Servers
-from holdfast.process.gpus import Gpu, Inventory, torch_build
+from holdfast.process.gpus import NUMBERED_BY_DRIVER, VISIBLE_DEVICES_ENV, Gpu, Inventory, torch_build
 from holdfast.protocol.inference import read_admin_token
 from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV
 
@@ -89,7 +89,7 @@ class ClusterPlacement:
         environments: dict[str, dict[str, str]] = {name: {} for name in commands}
         for name in commands:
             if devices := self.cluster.devices(name):
-                environments[name]["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+                environments[name] |= {VISIBLE_DEVICES_ENV: ",".join(map(str, devices)), **NUMBERED_BY_DRIVER}
         if len(names) > 1:
             first = self.cluster.host("trainer")
             port = self._port(first, first=_RDZV_PORT)

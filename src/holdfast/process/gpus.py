@@ -15,6 +15,8 @@ from typing import Any, Literal
 from holdfast.errors import ConfigError
 
 VISIBLE_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
+NUMBERED_BY_DRIVER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Has CUDA number GPUs as the driver and schedulers do. Unset, CUDA counts from the fastest GPU."""
 
 
 @dataclass(frozen=True)

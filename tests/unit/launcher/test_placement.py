@@ -83,13 +83,27 @@ def test_the_only_gpu_is_shared_unless_that_is_refused() -> None:
     assert "inference.engine.device = 'cpu', and the installed vLLM is its build for GPUs" in said
     on_cpu = placed({"trainer": {"parallel": {"device": "cpu"}}}, machine(1))
     assert names(on_cpu) == ([], [["0"]]) and on_cpu.trainer_device == "cpu"
-    assert on_cpu.environment(on_cpu.trainer) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert on_cpu.environment(on_cpu.trainer)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_nccl_is_not_asked_to_send_to_the_gpu_that_sends() -> None:
+    collective: dict[str, Any] = {"weights": {"transport": "collective"}}
+    of_trainer: dict[str, Any] = {"trainer": collective}
+    for settings, count in ((collective, 1), (of_trainer, 1), ({**collective, "share_gpus": True}, 2)):
+        assert "by NCCL, which takes a GPU only once, and an engine is on that GPU, too" in refusal(
+            settings, machine(count)
+        )
+    assert names(placed(collective, machine(2))) == (["0"], [["1"]])
+    apart = {**collective, "share_gpus": True, "inference": {"engines": 1}}
+    assert names(placed(apart, machine(2))) == (["0", "1"], [["1"]])
+    assert placed(collective, machine(0, engine="cpu")) == Placement()
 
 
 def test_two_gpus_are_one_for_each() -> None:
     placement = placed({}, machine(2))
     assert names(placement) == (["0"], [["1"]]) and not placement.shares and not placement.is_one_gpu
-    assert placement.environment(placement.trainer) == {"CUDA_VISIBLE_DEVICES": "0"}
+    numbered = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert placement.environment(placement.trainer) == numbered
     said = refusal(tensor_parallel(2), machine(2))
     assert "needs 2 for the engines and at least 1 for the trainer, and there are 2 GPUs" in said
     assert names(placed({"share_gpus": True}, machine(2))) == (["0", "1"], [["0"], ["1"]])
@@ -110,14 +124,14 @@ def test_eight_gpus_are_divided_as_told() -> None:
     named = {"orchestrator": {"client": {"urls": ["http://there:1"]}}}
     assert with_engines(RlConfig.model_validate(named), eight).inference.engines == 1
     wide = tensor_parallel(2)
-    wide["inference"]["engine"]["args"] = {"pipeline_parallel_size": 2, "data-parallel-size": 1, "seed": 1}
+    wide["inference"]["engine"]["args"] = {"pipeline_parallel_size": 2, "seed": 1}
     assert names(placed(wide, eight)) == (list("0123"), [list("4567")])
     on_a_cluster = requests_of(RlConfig.model_validate({**ranks(2), **wide}), on_gpus=True, starts_inference=True)
     assert [need.gpus for need in on_a_cluster] == [2, 4, 0]
     # By the names that CUDA_VISIBLE_DEVICES has, whatever they are.
     placement = placed(ranks(2), machine(4, first=4))
     assert names(placement) == (["4", "5"], [["6"], ["7"]])
-    assert placement.environment(placement.engines[0]) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert placement.environment(placement.engines[0])["CUDA_VISIBLE_DEVICES"] == "6"
 
 
 @pytest.mark.parametrize(
