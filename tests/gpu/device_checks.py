@@ -1,10 +1,14 @@
 """Checks within one process: kernels, the head, waiting for the device, families of models, files for engines."""
 
+import queue
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Self
+from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -13,16 +17,21 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
+from holdfast.config.rl_trainer import WeightsConfig
 from holdfast.config.training import OptimConfig, SftDataConfig, TrainedModelConfig
-from holdfast.inference.weight_files import read_architecture, read_weights
+from holdfast.inference import transfer
+from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
+from holdfast.protocol.transfer import Offer, Transfer
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import PackedIndex, Sample
 from holdfast.trainer.mesh import Mesh, Sums
+from holdfast.trainer.model import weight_offers
 from holdfast.trainer.model.attention import KERNELS, packed_attention
 from holdfast.trainer.model.logprobs import plain_head, token_logprobs
 from holdfast.trainer.model.parity_check import check_model
 from holdfast.trainer.model.policy import Policy, build_policy, supervised_step
 from holdfast.trainer.model.publish import WeightPublisher
+from holdfast.trainer.model.weight_offers import WeightOffers
 from holdfast.trainer.optimizer import build_optimizer
 from holdfast.trainer.session import throughput
 from tests.gpu.gpu_place import LARGE, SMALL, Place
@@ -259,6 +268,67 @@ def family(place: Place, mesh: Mesh, name: str) -> None:
 
 def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+class _Channel:
+    """A process group of one sender and one receiver within this process: NCCL wants a GPU for each."""
+
+    def __init__(self, sent: queue.Queue[Tensor], *, sends: bool) -> None:
+        self._sent, self._sends = sent, sends
+        self.streams = set[int]()
+
+    def allreduce(self, tensors: list[Tensor], options: object) -> Self:
+        return self
+
+    def broadcast(self, tensors: list[Tensor], options: object) -> Self:
+        if tensors[0].is_cuda:
+            stream = torch.cuda.current_stream()
+            self.streams.add(stream.stream_id)
+            stream.synchronize()
+        if self._sends:
+            self._sent.put(tensors[0].clone())
+        else:
+            tensors[0].copy_(self._sent.get())
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def weights_on_streams(place: Place) -> None:
+    """A trainer sends on a stream of its own; an engine that copies late, on another stream, gets what was sent."""
+    sent = queue.Queue[Tensor](maxsize=1)
+    sends, receives = _Channel(sent, sends=True), _Channel(sent, sends=False)
+    device, run_dir = torch.device(place.device), RunDir(place.folder / "offered")
+    run_dir.create()
+    tensors = {f"layer.{number}": torch.full((256, 256), float(number)) for number in range(20)}
+    architecture = Architecture(shapes=dict.fromkeys(tensors, (256, 256)), tied=False)
+    with ExitStack() as stack:
+        for module, channel in ((weight_offers, sends), (transfer, receives)):
+            stack.enter_context(patch.object(module, "_open_group", lambda *_, channel=channel: channel))
+        stack.enter_context(patch.object(weight_offers, "_GROUP_BYTES", 256 * 256 * 4))
+        offers = stack.enter_context(WeightOffers(run_dir, WeightsConfig(), device))
+        offers.offer(1, list(tensors.items()))
+        offer = msgspec.json.decode(run_dir.offer.read_bytes(), type=Offer)
+        wanted = Transfer(offer, num_members=2, attempt="first", first_rank=1)
+        incoming = transfer.Incoming.join(wanted, rank=0, architecture=architecture, device=device)
+        copies = dict[str, Tensor]()
+        if place.device == "cuda":
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
+        for name, tensor in incoming.receive(architecture, torch.float32):
+            if place.device == "cuda":
+                torch.cuda._sleep(20_000_000)
+            copies[name] = tensor.clone()
+        place.synchronize()
+    assert copies.keys() == tensors.keys()
+    wrong = [name for name, tensor in copies.items() if not torch.equal(tensor.cpu(), tensors[name])]
+    place.note("collective", "tensors that arrived with other values", len(wrong), "", "0")
+    assert not wrong
+    if place.device == "cuda":
+        assert torch.cuda.default_stream().stream_id not in sends.streams
 
 
 def files_for_engines(place: Place, mesh: Mesh) -> None:

@@ -26,6 +26,7 @@ REFUSED = {"falcon (alibi)", "rwkv", "qwen3_vl_text"}
         run_checks.ends,
         run_checks.out_of_memory,
         device_checks.head,
+        device_checks.weights_on_streams,
     ],
 )
 def test_a_check(check: Callable[[Place], None], place: Place) -> None:

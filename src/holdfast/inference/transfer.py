@@ -7,6 +7,7 @@ that fails, the model is torn: see `holdfast.inference.weights`. `holdfast.proto
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -61,6 +62,8 @@ class Incoming:
         Raises:
             DataError: nobody offers it any more, it does not fit the model, or a member did not come.
         """
+        # For groups of NCCL from now on: a lost member is an error of `wait`. Else torch ends the whole process.
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         joined: Future[Incoming] = Future()
 
         def run() -> None:
@@ -125,6 +128,8 @@ class Incoming:
                     fetching.join()  # it has nothing left to do
                     return
                 entries, data = arrived
+                if data.is_cuda:  # it is of another stream, which could use its memory before the model has copied it
+                    data.record_stream(torch.cuda.current_stream(data.device))
                 for name, kind, shape, begin, end in entries:
                     start = begin - entries[0].begin
                     tensor = data[start : start + end - begin].view(FLOATS[kind]).view(shape)
@@ -187,9 +192,16 @@ def _check_plan(plan: TransferPlan, architecture: Architecture, where: str) -> N
 
 
 def _open_group(store: dist.TCPStore, rank: int, num_members: int, device: torch.device, timeout: timedelta) -> Any:
-    if device.type == "cuda":
-        nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue] - missing in builds for CPUs
-        options = nccl.Options()
-        options._timeout = timeout
-        return nccl(store, rank, num_members, options)
-    return dist.ProcessGroupGloo(store, rank, num_members, timeout)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, num_members, timeout)
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    store.set(transfer.joined_key(rank), "")
+    store.wait([transfer.joined_key(one) for one in range(num_members)], timeout)
+    nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue] - missing in builds for CPUs
+    options = nccl.Options()
+    options._timeout = timeout
+    with unpinned_nccl_env():  # with `deterministic` vLLM sets variables of NCCL, which the trainer would need as well
+        group = nccl(store, rank, num_members, options)
+        group.eager_connect_single_device(device)
+    return group

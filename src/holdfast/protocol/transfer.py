@@ -3,6 +3,7 @@
     offer      the trainer has a version in memory, and listens at an address     `weights/offer.json`
     plan       name and header of each file of that version                       `PLAN_KEY` of the store
     members    the trainer is rank 0, then come the workers of all engines        `MEMBERS_KEY`: the first value counts
+    joined     over NCCL: one key for each member, before any of them connects
     ready      all members add up a number, each worker once its engine has stopped to sample
     bytes      groups of whole tensors, in the order of the files
     received   one key for each worker that has all bytes
@@ -151,6 +152,11 @@ def encode_members(wanted: Transfer) -> str:
 def members_of(value: str) -> int:
     """Return how many members the group of a value of `MEMBERS_KEY` has."""
     return int(value.partition(" ")[0])
+
+
+def joined_key(rank: int) -> str:
+    """Return the key that the member `rank` sets before it connects over NCCL, whose wait for a member nothing ends."""
+    return f"joined/{rank}"
 
 
 def received_key(rank: int) -> str:

@@ -31,7 +31,13 @@ def exactness(place: Place) -> None:
     run_checks.exactness(place, "--deterministic", steps=4, is_exact=True)
 
 
-@pytest.mark.parametrize("check", [pytest.param(run_checks.starts, marks=pytest.mark.launch), device_checks.head])
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(run_checks.starts, marks=pytest.mark.launch), device_checks.head,
+        device_checks.weights_on_streams,
+    ],
+)  # fmt: skip
 def test_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> None:
     check(place)
     assert place.figures

@@ -56,6 +56,8 @@ class WeightOffers:
 
     def __init__(self, run_dir: RunDir, config: WeightsConfig, device: torch.device) -> None:
         self._config, self._device = config, device
+        # For groups of NCCL from now on: a lost engine is an error of `wait`. Else torch ends the whole process.
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         try:
             _listen(config.host).close()
         except OSError as error:
@@ -158,6 +160,8 @@ class _Sending:
     def _send(self, num_members: int) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            # Not the stream of the training step, which would wait for the engines.
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
         group = _open_group(self._store, num_members, self._device, self._stall)
         # Not by keys of the store: a member that dies here ends the group at once, and no other member waits for it.
         group.allreduce([torch.zeros(1, device=self._device)], dist.AllreduceOptions()).wait()
@@ -173,9 +177,13 @@ def _listen(host: str) -> socket.socket:
 
 
 def _open_group(store: dist.TCPStore, num_members: int, device: torch.device, timeout: timedelta) -> Any:
-    if device.type == "cuda":
-        nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue] - missing in builds for CPUs
-        options = nccl.Options()
-        options._timeout = timeout
-        return nccl(store, 0, num_members, options)
-    return dist.ProcessGroupGloo(store, 0, num_members, timeout)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, 0, num_members, timeout)
+    store.set(transfer.joined_key(0), "")
+    store.wait([transfer.joined_key(rank) for rank in range(num_members)], timeout)
+    nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue] - missing in builds for CPUs
+    options = nccl.Options()
+    options._timeout = timeout
+    group = nccl(store, 0, num_members, options)
+    group.eager_connect_single_device(device)
+    return group

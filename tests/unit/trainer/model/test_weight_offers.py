@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.config.rl_trainer import WeightsConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import ConfigError, DataError
+from holdfast.inference import transfer as receiving
 from holdfast.inference.transfer import Incoming, TransferError
 from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
 from holdfast.protocol import transfer
@@ -210,6 +215,47 @@ def test_a_member_that_is_gone_ends_the_transfer_of_the_others(offers: WeightOff
     del goes  # before it is ready
     with pytest.raises(TransferError, match="Connection (closed|reset) by peer"):
         next(arriving)
+
+
+class Nccl:
+    """Stands in for NCCL, which needs a GPU for each member. `made`: what each member was given, and what was set."""
+
+    made: ClassVar[dict[int, tuple[object, ...]]] = {}
+
+    class Options:
+        _timeout: timedelta
+
+    def __init__(self, store: dist.TCPStore, rank: int, size: int, options: Options) -> None:
+        self.rank = rank
+        keys = [transfer.joined_key(other) for other in range(size)]
+        self.made[rank] = (store.check(keys), options._timeout, os.environ["TORCH_NCCL_BLOCKING_WAIT"])
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.made[self.rank] = (*self.made[self.rank], device, os.environ.get("NCCL_PROTO"))
+
+
+@pytest.mark.engine
+def test_members_meet_before_they_connect_by_nccl_and_a_lost_one_is_an_error(
+    offers: WeightOffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.utils import nccl
+
+    monkeypatch.setattr(Nccl, "made", {})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(nccl, "_unpinned_env", {"NCCL_PROTO": None})
+    monkeypatch.setenv("NCCL_PROTO", "Simple")  # as vLLM pins it in its own process
+    cuda, wait_s = torch.device("cuda", 0), timedelta(seconds=HANG_S)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    another = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(weight_offers._open_group, store, 2, cuda, wait_s)
+        receiving._open_group(another, 1, 2, cuda, wait_s)
+        sending.result(HANG_S)
+    assert Nccl.made.pop(1) == (True, wait_s, "1", cuda, None)
+    assert Nccl.made.pop(0)[:4] == (True, wait_s, "1", cuda)
+    with pytest.raises(RuntimeError):  # the third does not come
+        receiving._open_group(another, 1, 3, cuda, timedelta(seconds=0.1))
+    assert not Nccl.made
 
 
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
