@@ -1,5 +1,6 @@
 """Checks within one process: kernels, the head, waiting for the device, families of models, files for engines."""
 
+import os
 import queue
 import time
 from collections.abc import Iterator, Sequence
@@ -286,7 +287,7 @@ class _Channel:
             self.streams.add(stream.stream_id)
             stream.synchronize()
         if self._sends:
-            self._sent.put(tensors[0].clone())
+            self._sent.put(tensors[0].cpu())
         else:
             tensors[0].copy_(self._sent.get())
         return self
@@ -302,11 +303,12 @@ def weights_on_streams(place: Place) -> None:
     """A trainer sends on a stream of its own; an engine that copies late, on another stream, gets what was sent."""
     sent = queue.Queue[Tensor](maxsize=1)
     sends, receives = _Channel(sent, sends=True), _Channel(sent, sends=False)
-    device, run_dir = torch.device(place.device), RunDir(place.folder / "offered")
+    device, run_dir = torch.device(place.device, 0), RunDir(place.folder / "offered")
     run_dir.create()
     tensors = {f"layer.{number}": torch.full((256, 256), float(number)) for number in range(20)}
     architecture = Architecture(shapes=dict.fromkeys(tensors, (256, 256)), tied=False)
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ))  # what the transfer sets is for its own groups
         for module, channel in ((weight_offers, sends), (transfer, receives)):
             stack.enter_context(patch.object(module, "_open_group", lambda *_, channel=channel: channel))
         stack.enter_context(patch.object(weight_offers, "_GROUP_BYTES", 256 * 256 * 4))
@@ -322,6 +324,7 @@ def weights_on_streams(place: Place) -> None:
             if place.device == "cuda":
                 torch.cuda._sleep(20_000_000)
             copies[name] = tensor.clone()
+            del tensor  # its memory is free before the copy has run
         place.synchronize()
     assert copies.keys() == tensors.keys()
     wrong = [name for name, tensor in copies.items() if not torch.equal(tensor.cpu(), tensors[name])]

@@ -68,7 +68,6 @@ def _assert_ends(process: psutil.Process) -> None:
     [
         ({"no-such-thing": 1}, "no-such-thing"),
         ({"load_format": "auto"}, "engine.args.load-format cannot be set"),
-        ({"data_parallel_size": 2}, "Set inference.engines of `rl`"),
         ({"hf_overrides": "{}"}, 'add "head_dtype": "float32" to it'),
     ],
 )

@@ -97,6 +97,16 @@ class EngineConfig(Section):
     args: dict[str, str | int | float | bool] = {}
     """Further vLLM server arguments by name, such as {"max-num-batched-tokens" = 8192}."""
 
+    @field_validator("args")
+    @classmethod
+    def _has_one_replica(cls, args: dict[str, str | int | float | bool]) -> dict[str, str | int | float | bool]:
+        if {"data-parallel-size", "data_parallel_size"} & args.keys():
+            raise ValueError(
+                "data-parallel-size makes replicas, and new weights are only known to reach one of them: start more "
+                "servers instead (inference.engines of `rl`)"
+            )
+        return args
+
 
 class InferenceConfig(Command):
     """The vLLM server: `uv run inference @ configs/reverse_text/infer.toml`."""

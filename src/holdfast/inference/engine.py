@@ -55,8 +55,7 @@ _EXIT_TIMEOUT_S = 10.0
 # Arguments that the server sets itself.
 _RESERVED = (
     "model", "tokenizer", "served-model-name", "host", "port", "seed", "dtype", "max-model-len", "load-format",
-    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config",
-    "data-parallel-size"
+    "worker-extension-cls", "logprobs-mode", "enable-chunked-prefill", "uds", "api-key", "generation-config"
 )  # fmt: skip
 
 _request_ids = itertools.count()
@@ -109,8 +108,7 @@ def vllm_arguments(config: InferenceConfig, model_dir: Path, tokenizer_dir: Path
             )
         arguments["hf-overrides"] = '{"head_dtype": "float32"}'
     if taken := sorted(given.keys() & set(_RESERVED)):
-        named = {"served-model-name": "server.model_name", "data-parallel-size": "inference.engines of `rl`"}
-        where = f" Set {named[taken[0]]}." if taken[0] in named else ""
+        where = " Set server.model_name." if taken[0] == "served-model-name" else ""
         raise ConfigError(
             f"engine.args.{taken[0]} cannot be set: the server sets it itself from its other settings.{where}"
         )

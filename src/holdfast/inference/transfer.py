@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -45,7 +46,7 @@ class Incoming:
         self.digest = wanted.offer.digest
         self._plan, self._store, self._group = plan, store, group
         self._stall_timeout_s = wanted.offer.stall_timeout_s
-        self._rank, self._device = rank, device
+        self._rank, self._num_members, self._device = rank, wanted.num_members, device
         # One group waits while the model takes another and a third arrives.
         self._arrived: queue.Queue[tuple[list[TensorEntry], torch.Tensor] | str | BaseException] = queue.Queue(
             maxsize=1
@@ -164,6 +165,10 @@ class Incoming:
                     self._arrived.put((group, data))
                 files.append(WeightsFile(file.name, size, checksum.hexdigest()))
             self._store.set(transfer.received_key(self._rank), "all")
+            if self._device.type == "cuda":  # NCCL passes the bytes on from member to member, until `abort`
+                others = [transfer.received_key(rank) for rank in range(1, self._num_members)]
+                with suppress(RuntimeError):  # of a member that failed, which says so itself
+                    self._store.wait(others, timedelta(seconds=self._stall_timeout_s))
             end: str | Exception = combined_digest(files)
         except Exception as error:  # noqa: BLE001 - raised by `receive`
             end = error

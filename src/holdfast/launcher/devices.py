@@ -151,7 +151,7 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     if of_trainer and weights.transport == "collective" and any(gpus[0] in engine for engine in engines):
         raise ConfigError(
             "weights.transport = 'collective' sends from the trainer's first GPU by NCCL, which takes a GPU only once, "
-            "and an engine is on that GPU, too: leave it out"
+            "and an engine is on that GPU, too: leave weights.transport out"
         )
     return Placement(gpus[:of_trainer], engines, hides_gpus=bool(gpus))
 

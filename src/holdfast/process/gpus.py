@@ -72,6 +72,12 @@ def find_gpus(environment: Mapping[str, str] = os.environ, *, files: Path = Path
     wanted = environment.get(VISIBLE_DEVICES_ENV)
     if wanted is not None and wanted.strip() in ("", "-1"):  # what people write who want none
         return Inventory()
+    order = environment.get("CUDA_DEVICE_ORDER", NUMBERED_BY_DRIVER["CUDA_DEVICE_ORDER"])
+    if wanted is not None and order not in NUMBERED_BY_DRIVER.values():
+        raise ConfigError(
+            f"CUDA_DEVICE_ORDER = {order}: the numbers in {VISIBLE_DEVICES_ENV} are read as the driver's, those of "
+            "nvidia-smi. Leave CUDA_DEVICE_ORDER out, or set it to PCI_BUS_ID."
+        )
     machine = _by_nvml() or _by_files(files)
     return replace(machine, gpus=visible(machine.gpus, wanted)) if machine.gpus else machine
 

@@ -155,7 +155,11 @@ def members_of(value: str) -> int:
 
 
 def joined_key(rank: int) -> str:
-    """Return the key that the member `rank` sets before it connects over NCCL, whose wait for a member nothing ends."""
+    """Return the key that the member `rank` sets before it connects over NCCL.
+
+    NCCL waits for a missing member for ever, so all members meet by these keys first. A member that dies between its
+    key and its connection still blocks the others.
+    """
     return f"joined/{rank}"
 
 

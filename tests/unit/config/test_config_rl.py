@@ -219,6 +219,7 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
         ((*CUT, "--trainer.kl"),
          r"cuts off tokens \(temperature 1, top_p 0.9, min_p 0.05, environment 'reverse_text'\), and trainer.kl"),
         (("--orchestrator.sampling.top-k", "1"), "1 leaves one token to choose from"),
+        (("--inference.engine.args", '{"data_parallel_size": 2}'), "start more servers instead"),
         # What one environment cannot have.
         (mixed({"seq_len": 1025}), "environment 'jsonl': seq_len = 1025 is more than the seq_len = 1024 of all"),
         (mixed({"group_size": 1}), "gives each of environment 'jsonl' a single one"),

@@ -71,6 +71,10 @@ def test_without_nvml_the_files_of_the_driver_count(tmp_path: Path) -> None:
         (tmp_path / "dev" / name).touch()
     assert find_gpus({}, files=tmp_path) == Inventory((Gpu("0"), Gpu("1")))
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "1"}, files=tmp_path) == Inventory((Gpu("1"),))
+    by_driver = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert find_gpus(by_driver, files=tmp_path) == Inventory((Gpu("1"),))
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_ORDER = FASTEST_FIRST: the numbers in CUDA_VISIBLE_DEVICES are"):
+        find_gpus({**by_driver, "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, files=tmp_path)
 
 
 def test_gpus_that_torch_cannot_use_are_told_with_what_to_do() -> None:

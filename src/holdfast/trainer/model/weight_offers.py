@@ -58,6 +58,8 @@ class WeightOffers:
         self._config, self._device = config, device
         # For groups of NCCL from now on: a lost engine is an error of `wait`. Else torch ends the whole process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        # One for all offers, as each stream keeps memory of its own. On the training step's the step would wait.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
             _listen(config.host).close()
         except OSError as error:
@@ -91,7 +93,7 @@ class WeightOffers:
         digest = combined_digest(WeightsFile(name, one.size_bytes, one.xxh3_128) for name, one in entries.items())
         planned = [PlannedFile(name, transfer.encode_header(file.entries)) for name, file in files.items()]
         plan = TransferPlan(version, digest, self._device.type, _GROUP_BYTES, planned)
-        self._sending = _Sending(plan, list(files.values()), self._config, self._device)
+        self._sending = _Sending(plan, list(files.values()), self._config, self._device, self._stream)
         self._sent.append(self._sending)
         offer = Offer(version, digest, self._sending.address, self._config.stall_timeout_s)
         atomic.write_file(self._path, msgspec.json.encode(offer))
@@ -109,9 +111,14 @@ class _Sending:
     """One offer: a store, and a thread that sends once, to the first members that join."""
 
     def __init__(
-        self, plan: TransferPlan, files: list[SafetensorsFile], config: WeightsConfig, device: torch.device
+        self,
+        plan: TransferPlan,
+        files: list[SafetensorsFile],
+        config: WeightsConfig,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        self._version, self._files, self._device = plan.version, files, device
+        self._version, self._files, self._device, self._stream = plan.version, files, device, stream
         self._stall = timedelta(seconds=config.stall_timeout_s)
         with _listen(config.host) as listener:
             self._host, self._port = listener.getsockname()[:2]
@@ -158,11 +165,17 @@ class _Sending:
             self._files.clear()  # a copy of the model
 
     def _send(self, num_members: int) -> None:
-        if self._device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.set_device(self._device)
-            # Not the stream of the training step, which would wait for the engines.
-            torch.cuda.set_stream(torch.cuda.Stream(self._device))
+            torch.cuda.set_stream(self._stream)
         group = _open_group(self._store, num_members, self._device, self._stall)
+        try:
+            self._send_by(group, num_members)
+        finally:
+            if self._stream is not None:
+                group.abort()  # its destructor would end the process if that fails
+
+    def _send_by(self, group: Any, num_members: int) -> None:
         # Not by keys of the store: a member that dies here ends the group at once, and no other member waits for it.
         group.allreduce([torch.zeros(1, device=self._device)], dist.AllreduceOptions()).wait()
         for file in self._files:

@@ -236,10 +236,14 @@ class Nccl:
 
 @pytest.mark.engine
 def test_members_meet_before_they_connect_by_nccl_and_a_lost_one_is_an_error(
-    offers: WeightOffers, monkeypatch: pytest.MonkeyPatch
+    offers: WeightOffers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.utils import nccl
 
+    assert os.environ.pop("TORCH_NCCL_BLOCKING_WAIT") == "1"  # of the trainer
+    offers.offer(1, tensors())
+    join(offered(tmp_path))
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"  # of the engine
     monkeypatch.setattr(Nccl, "made", {})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(nccl, "_unpinned_env", {"NCCL_PROTO": None})
