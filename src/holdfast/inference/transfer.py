@@ -171,7 +171,9 @@ class Incoming:
                     self._store.wait(others, timedelta(seconds=self._stall_timeout_s))
             end: str | Exception = combined_digest(files)
         except Exception as error:  # noqa: BLE001 - raised by `receive`
-            end = error
+            # Its traceback holds this frame, and the frame holds it: the group would stay open until a collection of
+            # garbage, and the trainer would wait for it.
+            end = error.with_traceback(None)
         if not self._is_abandoned:  # otherwise the last group may fill the queue for ever
             self._arrived.put(end)
 
