@@ -165,17 +165,19 @@ class Incoming:
                     self._arrived.put((group, data))
                 files.append(WeightsFile(file.name, size, checksum.hexdigest()))
             self._store.set(transfer.received_key(self._rank), "all")
-            if self._device.type == "cuda":  # NCCL passes the bytes on from member to member, until `abort`
-                others = [transfer.received_key(rank) for rank in range(1, self._num_members)]
-                with suppress(RuntimeError):  # of a member that failed, which says so itself
-                    self._store.wait(others, timedelta(seconds=self._stall_timeout_s))
             end: str | Exception = combined_digest(files)
         except Exception as error:  # noqa: BLE001 - raised by `receive`
             # Its traceback holds this frame, and the frame holds it: the group would stay open until a collection of
             # garbage, and the trainer would wait for it.
             end = error.with_traceback(None)
-        if not self._is_abandoned:  # otherwise the last group may fill the queue for ever
-            self._arrived.put(end)
+        if self._is_abandoned:  # the last group may fill the queue for ever
+            return
+        self._arrived.put(end)
+        if self._device.type == "cuda" and isinstance(end, str):
+            # NCCL passes the bytes on from member to member, until `receive` has joined this thread and aborts.
+            others = [transfer.received_key(rank) for rank in range(1, self._num_members)]
+            with suppress(RuntimeError):  # a member failed, and says so itself
+                self._store.wait(others, timedelta(seconds=self._stall_timeout_s))
 
 
 def _place(offer: Offer) -> str:
