@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.protocol.inference import CANARY_NAME, MAX_TOKENS
+from holdfast.protocol.inference import MAX_TOKENS, PARITY_PROMPT_NAME
 from holdfast.protocol.rollouts import Sampling
 from holdfast.run.journal import read_batch
 from holdfast.run.manifest import verify
@@ -43,8 +43,9 @@ def _check_versions(run_dir: RunDir, *, async_level: int) -> list[int]:
     return steps
 
 
-def _with_canary(run_dir: RunDir) -> list[int]:
-    return [version for version in run_dir.published_weights() if (run_dir.weights_of(version) / CANARY_NAME).exists()]
+def _with_parity_prompt(run_dir: RunDir) -> list[int]:
+    versions = run_dir.published_weights()
+    return [one for one in versions if (run_dir.weights_of(one) / PARITY_PROMPT_NAME).exists()]
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def test_a_running_server_is_used_told_the_version_and_kept(reference: Completed
     assert first["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE
     assert httpx.get(f"{rl_server.handle.url}/health", timeout=HANG_S).status_code == 200
     # The engine computed what the trainer computes before any rollout was asked for; it was asked once.
-    assert (reference.run_dir.logs(1) / "orchestrator.log").read_text().count("canary differs by") == 1
-    assert not _with_canary(reference.run_dir), "that of version 0 went with it"
+    assert (reference.run_dir.logs(1) / "orchestrator.log").read_text().count("the parity prompt differs by") == 1
+    assert not _with_parity_prompt(reference.run_dir), "that of version 0 went with it"
 
 
 def test_after_a_run_the_server_reports_the_last_version_that_was_needed(synchronous: SynchronousRuns) -> None:
@@ -169,7 +170,7 @@ def test_a_stop_and_resume_changes_nothing(reference: CompletedRun, rl_server: U
     log = (run_dir.logs(2) / "orchestrator.log").read_text()
     assert "no longer" not in log
     # Batch 7 is by version 5, which the first attempt published: the engine is asked with the next one.
-    assert log.count("canary differs by") == 1 and _with_canary(run_dir) == [6]
+    assert log.count("the parity prompt differs by") == 1 and _with_parity_prompt(run_dir) == [6]
     assert_same(outcome(run_dir, 12), outcome(reference.run_dir, 12))
     assert exact_metrics(run_dir, range(1, 13)) == exact_metrics(reference.run_dir, range(1, 13))
 
@@ -189,7 +190,7 @@ def test_truncated_sampling_is_trained_as_it_was_sampled(rl_server: UsedServer, 
     assert {rollout.sampling for rollout in read_batch(run_dir, 3).rollouts} == {Sampling(0.7, 0.9, 40, 0.005)}
 
 
-def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
+def test_sessions_may_be_as_short_as_the_parity_prompt(tmp_path: Path) -> None:
     """An engine that takes `MAX_TOKENS` in all is asked for fewer of them, and one to sample."""
     handle = start_server("stub", config_of(MODEL, max_len=MAX_TOKENS), tmp_path / "inference.log").wait_ready()
     try:
@@ -197,4 +198,4 @@ def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
         run = succeeded(tmp_path / "run", *UsedServer(handle).flags, *lengths, "--max-steps", "1")
     finally:
         handle.terminate()
-    assert "canary differs by" in (run.run_dir.logs(1) / "orchestrator.log").read_text()
+    assert "the parity prompt differs by" in (run.run_dir.logs(1) / "orchestrator.log").read_text()

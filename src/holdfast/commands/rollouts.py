@@ -291,16 +291,17 @@ def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
     temporary, count = atomic.temporary_sibling(to), 0
     try:
         atomic.make_directory(to.parent.absolute())
-        with working(f"writing {to}"), open(temporary, "wb") as file:
-            for row in (row for directory in directories for row in _rows(read_batch_at(directory))):
-                file.write(msgspec.json.encode(row) + b"\n")
-                count += 1
-        atomic.fsync_file(temporary)
-        os.rename(temporary, to)
+        try:
+            with working(f"writing {to}"), open(temporary, "wb") as file:
+                for row in (row for directory in directories for row in _rows(read_batch_at(directory))):
+                    file.write(msgspec.json.encode(row) + b"\n")
+                    count += 1
+            atomic.fsync_file(temporary)
+            os.rename(temporary, to)
+        finally:
+            temporary.unlink(missing_ok=True)
         atomic.fsync_directory(to.parent)
     except OSError as error:
         raise RunDirError(f"{to} cannot be written: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     document = {"path": str(to), "batches": len(directories), "rollouts": count, "size_bytes": to.stat().st_size}
     return Report(document, [f"wrote {to}: {count:,} rollouts of {len(directories)} batches"])

@@ -8,7 +8,7 @@ The orchestrator waits for a version, has every engine stage and swap it by one 
 version and digest back (`push`). With `weights.transport = "collective"` the trainer offers a version before it writes
 the directory, and engines take it from the trainer's memory first (`_transfer`). Engines without it then get the
 directory. Each engine proves once, by the parity check, that it computes the trainer's
-log-probabilities (`check_canary`). The manifest of a version has its digest.
+log-probabilities (`check_parity_prompt`). The manifest of a version has its digest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from holdfast.orchestrator.client.http import Unavailable
 from holdfast.orchestrator.client.pool import Engine
 from holdfast.orchestrator.tasks import phase
 from holdfast.process.heartbeat import Wait
-from holdfast.protocol.inference import CANARY_NAME, Canary, GenerateRequest, Owner, UpdateRequest, deviation
+from holdfast.protocol.inference import (
+    PARITY_PROMPT_NAME,
+    GenerateRequest,
+    Owner,
+    ParityPrompt,
+    UpdateRequest,
+    deviation,
+)
 from holdfast.protocol.transfer import Offer, Transfer
 from holdfast.run import atomic
 from holdfast.run.journal import POLL_S
@@ -62,11 +69,11 @@ class PublishedWeights:
         except FileNotFoundError:
             return True
 
-    def read_canary(self) -> Canary | None:
+    def read_parity_prompt(self) -> ParityPrompt | None:
         """Return the trainer's parity prompt, if there is one. Raises CheckpointError if it is damaged."""
-        path = self.path / CANARY_NAME
+        path = self.path / PARITY_PROMPT_NAME
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Canary)
+            return msgspec.json.decode(path.read_bytes(), type=ParityPrompt)
         except FileNotFoundError:
             return None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -226,10 +233,10 @@ class WeightPusher:
         return weights
 
     async def _prove(self, engine: Engine, weights: PublishedWeights) -> None:
-        if engine in self._proven or (canary := weights.read_canary()) is None:
+        if engine in self._proven or (parity := weights.read_parity_prompt()) is None:
             return
         # Engines take `seq_len` tokens, including one sampled token.
-        await check_canary(self.client, engine, canary.head(self.seq_len - 1), weights_digest=weights.digest)
+        await check_parity_prompt(self.client, engine, parity.head(self.seq_len - 1), weights_digest=weights.digest)
         self._proven.add(engine)
 
 
@@ -290,13 +297,15 @@ async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:
         )
 
 
-async def check_canary(client: InferenceClient, engine: Engine, canary: Canary, *, weights_digest: str) -> None:
+async def check_parity_prompt(
+    client: InferenceClient, engine: Engine, parity: ParityPrompt, *, weights_digest: str
+) -> None:
     """Compare the parity prompt's log-probabilities of trainer and engine for the same weights.
 
     Raises Unavailable if the engine was lost meanwhile, InferenceError if they differ too much.
     """
     request = GenerateRequest(
-        token_ids=canary.token_ids,
+        token_ids=parity.token_ids,
         seeds=[0],
         max_tokens=1,
         stop_token_ids=[],
@@ -304,8 +313,8 @@ async def check_canary(client: InferenceClient, engine: Engine, canary: Canary, 
         prompt_logprobs=True,
     )
     (choice,) = await client.ask(engine, request)
-    found, allowed = deviation(canary, choice.prompt_logprobs or []), canary.allowed_nats
-    _log.info("%s: canary differs by %.2g nats from the trainer's (allowed: %s)", engine.url, found, allowed)
+    found, allowed = deviation(parity, choice.prompt_logprobs or []), parity.allowed_nats
+    _log.info("%s: the parity prompt differs by %.2g nats from the trainer's (allowed: %s)", engine.url, found, allowed)
     # `not <=`, so that NaN is refused.
     if allowed is not None and not found <= allowed:
         raise InferenceError(

@@ -4,8 +4,8 @@ The server (`holdfast.inference`) and its callers (`holdfast.orchestrator.client
 this file. Bodies and answers are JSON. The types bound each body, and the server refuses anything else. Callers decode
 an answer with the same types, and then check it as input from outside: see `holdfast.orchestrator.client.http`.
 
-A digest proves that an engine read the right bytes. The parity prompt (`Canary`) proves that it computes the right
-thing from them: it finds another architecture detail, a stale cache or a wrong dtype.
+A digest proves that an engine read the right bytes. `ParityPrompt` proves that it computes the right thing from them:
+it finds another architecture detail, a stale cache or a wrong dtype.
 """
 
 from __future__ import annotations
@@ -271,12 +271,12 @@ def same_model(served: str, wanted: str) -> bool:
         return False
 
 
-CANARY_NAME = "canary.json"
+PARITY_PROMPT_NAME = "parity_prompt.json"
 TEXT = "One two three four five six seven eight nine ten. The quick brown fox jumps over the lazy dog."
 MAX_TOKENS = 32
 
 
-class Canary(msgspec.Struct):
+class ParityPrompt(msgspec.Struct):
     """The trainer's log-probabilities of the parity prompt.
 
     Attributes:
@@ -289,17 +289,17 @@ class Canary(msgspec.Struct):
     logprobs: list[float]
     allowed_nats: float | None
 
-    def head(self, num_tokens: int) -> Canary:
-        """Return the canary of the first tokens only, for engines that take no more."""
-        return Canary(self.token_ids[:num_tokens], self.logprobs[: max(0, num_tokens - 1)], self.allowed_nats)
+    def head(self, num_tokens: int) -> ParityPrompt:
+        """Return the parity prompt of the first tokens only, for engines that take no more."""
+        return ParityPrompt(self.token_ids[:num_tokens], self.logprobs[: max(0, num_tokens - 1)], self.allowed_nats)
 
 
-def deviation(canary: Canary, logprobs: Sequence[float]) -> float:
+def deviation(parity_prompt: ParityPrompt, logprobs: Sequence[float]) -> float:
     """Return the mean absolute difference of an engine's `logprobs`, in nats. Infinite if their number differs; 0 for a
     single token."""
-    if len(logprobs) != len(canary.logprobs):
+    if len(logprobs) != len(parity_prompt.logprobs):
         return float("inf")
-    differences = [abs(ours - theirs) for ours, theirs in zip(canary.logprobs, logprobs, strict=True)]
+    differences = [abs(ours - theirs) for ours, theirs in zip(parity_prompt.logprobs, logprobs, strict=True)]
     return sum(differences) / max(1, len(differences))
 
 

@@ -259,6 +259,7 @@ def test_export_that_fails_leaves_nothing(
         (["trace", "3", "4"], "INDEX 4: batch 3 has the rollouts 0 to 3"),
         (["export", "3"], "required: --to"),
         (["export", "3", "--to", "there.jsonl"], "exists already"),
+        (["export", "3", "--to", "there.jsonl/x.jsonl"], "there.jsonl/x.jsonl cannot be written: "),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.errors import CheckpointError, InferenceError
 from holdfast.orchestrator.client.client import InferenceClient
-from holdfast.orchestrator.weight_sync import check_canary, describe_weights
-from holdfast.protocol.inference import CANARY_NAME, Canary, deviation
+from holdfast.orchestrator.weight_sync import check_parity_prompt, describe_weights
+from holdfast.protocol.inference import PARITY_PROMPT_NAME, ParityPrompt, deviation
 from holdfast.protocol.rollouts import Logprobs, LossMask, TokenIds, decode_packed, encode_packed
 from holdfast.run.run_dir import RunDir
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
@@ -86,15 +86,15 @@ def test_bytes_are_whole_items_that_numpy_reads_and_what_is_not_packed_is_refuse
     ],
 )
 def test_a_deviation_is_a_mean_absolute_difference(theirs: list[float], expected: float) -> None:
-    found = deviation(Canary([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1), theirs)
+    found = deviation(ParityPrompt([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1), theirs)
     assert found == pytest.approx(expected, nan_ok=True)
 
 
-def test_a_canary_is_cut_to_what_engines_take() -> None:
-    canary = Canary([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1)
-    assert canary.head(9) == canary.head(4) == canary
-    assert canary.head(2) == Canary([5, 6], [-1.0], 0.1)
-    assert canary.head(1) == Canary([5], [], 0.1) and deviation(canary.head(1), []) == 0.0
+def test_a_parity_prompt_is_cut_to_what_engines_take() -> None:
+    parity = ParityPrompt([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1)
+    assert parity.head(9) == parity.head(4) == parity
+    assert parity.head(2) == ParityPrompt([5, 6], [-1.0], 0.1)
+    assert parity.head(1) == ParityPrompt([5], [], 0.1) and deviation(parity.head(1), []) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_a_canary_is_cut_to_what_engines_take() -> None:
 def test_an_engine_that_computes_otherwise_is_refused(logprob: float, allowed: float | None, is_fine: bool) -> None:
     engine = FakeEngine()
     engine.version, engine.digest = 0, "digest"
-    canary = Canary([4, 5, 6], [logprob, logprob], allowed)
+    parity = ParityPrompt([4, 5, 6], [logprob, logprob], allowed)
 
     async def check() -> None:
         async with InferenceClient(ClientConfig(urls=[engine.url])) as client:
-            await check_canary(client, client.engines[0], canary, weights_digest="digest")
+            await check_parity_prompt(client, client.engines[0], parity, weights_digest="digest")
 
     with serving(engine):
         if is_fine:
@@ -120,13 +120,13 @@ def test_an_engine_that_computes_otherwise_is_refused(logprob: float, allowed: f
                 asyncio.run(check())
 
 
-def test_weights_may_come_without_a_canary_but_not_with_a_broken_one(tmp_path: Path) -> None:
+def test_weights_may_come_without_a_parity_prompt_but_not_with_a_broken_one(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 3, b"weights")
     weights = describe_weights(run_dir, 3)
-    assert weights.read_canary() is None
-    (weights.path / CANARY_NAME).write_bytes(b'{"token_ids": [1, 2], "logprobs": [-0.5], "allowed_nats": null}')
-    assert weights.read_canary() == Canary([1, 2], [-0.5], None)
-    (weights.path / CANARY_NAME).write_bytes(b"{")
-    with pytest.raises(CheckpointError, match=r"canary\.json is damaged"):
-        weights.read_canary()
+    assert weights.read_parity_prompt() is None
+    (weights.path / PARITY_PROMPT_NAME).write_bytes(b'{"token_ids": [1, 2], "logprobs": [-0.5], "allowed_nats": null}')
+    assert weights.read_parity_prompt() == ParityPrompt([1, 2], [-0.5], None)
+    (weights.path / PARITY_PROMPT_NAME).write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"parity_prompt\.json is damaged"):
+        weights.read_parity_prompt()

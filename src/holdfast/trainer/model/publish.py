@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.errors import DataError
-from holdfast.protocol.inference import CANARY_NAME
+from holdfast.protocol.inference import PARITY_PROMPT_NAME
 from holdfast.run import atomic, manifest
 from holdfast.run.manifest import FileEntry
 from holdfast.run.run_dir import RunDir
@@ -86,7 +86,7 @@ class WeightPublisher:
         version: int,
         *,
         path: Path | None = None,
-        canary: bytes | None = None,
+        parity_prompt: bytes | None = None,
         for_engines: bool = False,
         offers: WeightOffers | None = None,
     ) -> Path:
@@ -94,7 +94,7 @@ class WeightPublisher:
 
         Args:
             path: unset: `weights/step_N`.
-            canary: parity prompt for engines; see `holdfast.protocol.inference`.
+            parity_prompt: for engines; see `holdfast.protocol.inference`.
             for_engines: write only the adapter, if the policy has one.
             offers: offer whole weights to engines before they are written; None on all ranks except rank 0.
 
@@ -122,8 +122,8 @@ class WeightPublisher:
             for name, content in (self._settings if adapter_alone else self.config_files).items():
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 (temporary / name).write_bytes(content)
-            if canary is not None:
-                (temporary / CANARY_NAME).write_bytes(canary)
+            if parity_prompt is not None:
+                (temporary / PARITY_PROMPT_NAME).write_bytes(parity_prompt)
             files = manifest.describe_files(temporary, known=written)
             listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
             # The disk was handed bytes with these digests. An engine that reads other bytes refuses them.

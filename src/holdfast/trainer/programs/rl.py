@@ -28,7 +28,7 @@ from holdfast.trainer.rl.accounting import Ledger, check_provenance
 from holdfast.trainer.rl.auxiliary_models import Ema
 from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.metrics import Alerts
-from holdfast.trainer.rl.mismatch import measure_canary
+from holdfast.trainer.rl.mismatch import measure_parity_prompt
 from holdfast.trainer.rl.train_step import Learner, PretrainingMix
 from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics
 from holdfast.trainer.stop import STOP_REQUEST
@@ -63,10 +63,12 @@ def run(config: TrainerConfig) -> None:
                 def publish(version: int) -> None:
                     goes_on = version < config.max_steps
                     is_probed = goes_on and version <= last_probed
-                    canary = measure_canary(session.policy, tokenizer, mesh, config=config) if is_probed else None
+                    parity = (
+                        measure_parity_prompt(session.policy, tokenizer, mesh, config=config) if is_probed else None
+                    )
                     # Only the directory has a parity prompt.
                     offered_by = offers if goes_on and not is_probed else None
-                    session.publisher.publish(version, canary=canary, for_engines=goes_on, offers=offered_by)
+                    session.publisher.publish(version, parity_prompt=parity, for_engines=goes_on, offers=offered_by)
 
                 publish(session.progress.step)
                 _train(config, session, learner, publish)
@@ -129,7 +131,7 @@ def _train(
 def _last_probed(session: TrainSession[Policy], config: TrainerConfig) -> int:
     """Return the last version by which the orchestrator of this attempt, which continues after the journal, may begin.
 
-    Up to there versions carry a canary, which costs a pass over the whole model. Collective.
+    Up to there versions carry a parity prompt, which costs a pass over the whole model. Collective.
     """
     # In rounds with the weights before the last; with more `async_level` the strict schedule begins with older ones.
     begins_with = max(session.run_dir.published_batches(), default=0) - min(1, config.async_level)

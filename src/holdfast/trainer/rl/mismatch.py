@@ -4,8 +4,8 @@ If the weights of this very step sampled a rollout (age 0), its log-probabilitie
 rounding. A larger difference means another model: an attention soft cap that trainer or engine leaves out, another
 dtype, a faulty kernel. Older rollouts differ because the policy moved, and only the alerts watch them.
 
-With `async_level` above 0, only the first batch has age 0. For the others, the parity check (`measure_canary`) takes
-its place, at the start of every attempt: see `Canary` in `holdfast.protocol.inference`.
+With `async_level` above 0, only the first batch has age 0. For the others, the parity check takes its place, at the
+start of every attempt: see `ParityPrompt` in `holdfast.protocol.inference`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.config import TrainerConfig
 from holdfast.config.algorithm import UpdatesConfig
 from holdfast.errors import TrainingError
 from holdfast.process.events import report
-from holdfast.protocol.inference import MAX_TOKENS, TEXT, Canary
+from holdfast.protocol.inference import MAX_TOKENS, TEXT, ParityPrompt
 from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
@@ -42,8 +42,8 @@ LIMITS = {"float32": 1e-6, "bfloat16": 0.05}
 
 # For truncated distributions, in float32. Rounding may cut a token at the border on only one side. Then the
 # log-probability of the sampled token moves by as much as the probability of the cut token. This is rare, but 0.3 nats
-# at one of 100 tokens make 4e-4, and a resume would meet them again. The canary, which is not truncated, is held to the
-# limit above.
+# at one of 100 tokens make 4e-4, and a resume would meet them again. The parity prompt is not truncated,
+# so it is held to the limit above.
 _TRUNCATED_LIMIT = 1e-3
 
 
@@ -172,10 +172,10 @@ def _other_model(step: int, mismatch_kl: float, limit: float, config: TrainerCon
 
 
 @torch.no_grad()
-def measure_canary(
+def measure_parity_prompt(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, *, config: TrainerConfig
 ) -> bytes | None:
-    """Return the canary of the current weights as JSON; None if its text is one token. Collective.
+    """Return the parity prompt of the current weights as JSON; None if its text is one token. Collective.
 
     Differences d of log-probabilities make a KL divergence of d^2 / 2 (Schulman, "Approximating KL divergence"), so
     what `mismatch_limit` allows is allowed here.
@@ -191,5 +191,5 @@ def measure_canary(
     reshard(policy)
     policy.train()
     allowed = math.sqrt(2 * mismatch_limit(config))
-    canary = Canary(list(token_ids), logprobs_N.float().tolist(), allowed if math.isfinite(allowed) else None)
-    return msgspec.json.encode(canary)
+    allowed_nats = allowed if math.isfinite(allowed) else None
+    return msgspec.json.encode(ParityPrompt(list(token_ids), logprobs_N.float().tolist(), allowed_nats))

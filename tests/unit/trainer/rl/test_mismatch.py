@@ -15,14 +15,14 @@ from holdfast.config import RlConfig, TrainerConfig
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import TrainingError
-from holdfast.protocol.inference import TEXT, Canary
+from holdfast.protocol.inference import TEXT, ParityPrompt
 from holdfast.protocol.rollouts import Batch, Logprobs, Rollout, Sampling, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.policy import Policy, build_policy, predict
-from holdfast.trainer.rl.mismatch import measure_canary, mismatch_limit
+from holdfast.trainer.rl.mismatch import measure_parity_prompt, mismatch_limit
 from holdfast.trainer.session import Stopwatch
 from tests.builders.learner_runs import start_learner
 from tests.conftest import ROOT, ModelFactory
@@ -162,25 +162,25 @@ MODEL = ROOT / "examples" / "reverse_text" / "model"
 def test_allowed_follows_dtypes_and_the_setting(changes: dict[str, Any], allowed: float | None, mesh: Mesh) -> None:
     config = TrainerConfig.model_validate({"model": {"name": str(MODEL)}} | changes)
     policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
-    data = measure_canary(policy, AutoTokenizer.from_pretrained(MODEL), mesh, config=config)
+    data = measure_parity_prompt(policy, AutoTokenizer.from_pretrained(MODEL), mesh, config=config)
     assert data is not None
-    assert msgspec.json.decode(data, type=Canary).allowed_nats == (allowed and pytest.approx(allowed))
+    assert msgspec.json.decode(data, type=ParityPrompt).allowed_nats == (allowed and pytest.approx(allowed))
 
 
 def test_the_trainer_measures_what_transformers_computes(mesh: Mesh) -> None:
     policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     before = torch.get_rng_state()
-    data = measure_canary(policy, tokenizer, mesh, config=TrainerConfig())
+    data = measure_parity_prompt(policy, tokenizer, mesh, config=TrainerConfig())
     assert data is not None
-    canary = msgspec.json.decode(data, type=Canary)
+    parity = msgspec.json.decode(data, type=ParityPrompt)
     assert policy.training and torch.equal(torch.get_rng_state(), before), "training goes on as if nothing was measured"
-    assert canary.token_ids == tokenizer(TEXT, add_special_tokens=False)["input_ids"][: len(canary.token_ids)]
-    ids = torch.tensor([canary.token_ids])
+    assert parity.token_ids == tokenizer(TEXT, add_special_tokens=False)["input_ids"][: len(parity.token_ids)]
+    ids = torch.tensor([parity.token_ids])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(MODEL)(ids).logits[0, :-1].log_softmax(-1)
     expected = logits.gather(1, ids[0, 1:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(parity.logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_one_token_says_nothing_of_what_follows_it(mesh: Mesh) -> None:
@@ -189,4 +189,4 @@ def test_one_token_says_nothing_of_what_follows_it(mesh: Mesh) -> None:
     def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [5]}
 
-    assert measure_canary(policy, tokenizer, mesh, config=TrainerConfig()) is None  # type: ignore[arg-type]
+    assert measure_parity_prompt(policy, tokenizer, mesh, config=TrainerConfig()) is None  # type: ignore[arg-type]
