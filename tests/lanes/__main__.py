@@ -12,6 +12,7 @@ run by `uv run pytest FILE`. A lane fails if a file of the repository was writte
 """
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -211,6 +212,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{words[0]!r}: the lane comes first ({', '.join(_WORDS)}), and `uv run pytest FILE` runs a file")
     if lane == "bound":
         return bound()
+    # Hundreds of processes import torch and transformers: without bytecode each compiles them again, in 6 s.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     before = written.state()
     if lane == "everyday":
         code = everyday(words, arguments.processes)
