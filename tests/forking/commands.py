@@ -3,8 +3,6 @@
 import atexit
 import functools
 import importlib
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class Run:
     def kill(self) -> None:
         """Kill it, and what dies with it, unless it has ended."""
         if not self.has_ended:
-            os.kill(self.pid, signal.SIGKILL)
+            self.fork.kill()
             self.wait()
 
 

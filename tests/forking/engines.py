@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,9 +63,7 @@ class ServerHandle:
         return self._process.wait(timeout_s)
 
     def send_signal(self, number: int) -> None:
-        if not self._process.has_ended:
-            with suppress(ProcessLookupError):  # it has ended, and nobody has heard of it yet
-                os.kill(self.pid, number)
+        self._process.send_signal(number)
 
     def terminate(self) -> int:
         self.send_signal(signal.SIGTERM)

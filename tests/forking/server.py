@@ -9,15 +9,17 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.process.child import die_with_parent
-from tests.runs.processes import end_with
+from tests.runs.processes import HANG_S, end_with
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_TIMEOUT_S = 600.0
@@ -43,7 +45,18 @@ class Fork:
     def has_ended(self) -> bool:
         return self.code is not None or not self._answers.empty()
 
-    def wait(self, timeout_s: float) -> int:
+    def poll(self) -> int | None:
+        return self.wait(0) if self.has_ended else None
+
+    def send_signal(self, number: int) -> None:
+        if not self.has_ended:
+            with suppress(ProcessLookupError):  # it has ended, and nobody has heard of it yet
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """Wait for its end, and return its exit code. Raises `TimeoutError`: it still runs."""
         if self.code is None:
             try:
@@ -70,6 +83,7 @@ class Started:
                 start_new_session=True,
             )  # fmt: skip
         self.pid = self._process.pid
+        self.send_signal = self._process.send_signal
 
     @property
     def log(self) -> str:

@@ -3,16 +3,14 @@
 import atexit
 import functools
 import importlib
-import os
 import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from tests.forking.popen import begin, run_module
-from tests.forking.server import ForkServer
+from tests.forking.server import Fork, ForkServer
 from tests.lanes.marks import require
-from tests.runs.processes import HANG_S
 
 _PROCESS = "holdfast.view.track"
 # Not trackio, which reads at its import where it writes.
@@ -20,26 +18,9 @@ _IMPORTED = (_PROCESS, "holdfast.view.backends", "mlflow", "mlflow.store.trackin
              "torch.utils.tensorboard")  # fmt: skip
 
 
-class TrackingProcess:
-    """What tests use of `subprocess.Popen`."""
-
-    def __init__(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> None:
-        require("launch")
-        self._fork = _server().fork("tests.forking.trackers:be_process", log, environment=environment, argv=argv)
-        self.pid = self._fork.pid
-
-    def poll(self) -> int | None:
-        return self._fork.wait(0) if self._fork.has_ended else None
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self, timeout_s: float = HANG_S) -> int:
-        return self._fork.wait(timeout_s)
+def start_tracking(argv: list[str], log: Path, environment: Mapping[str, str]) -> Fork:
+    require("launch")
+    return _server().fork("tests.forking.trackers:be_process", log, environment=environment, argv=argv)
 
 
 @functools.cache

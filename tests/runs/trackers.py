@@ -17,7 +17,8 @@ from typing import Any
 from holdfast.config.view import TrackingConfig
 from holdfast.run.run_dir import RunDir
 from holdfast.view.sending import take_cursor
-from tests.forking.trackers import TrackingProcess
+from tests.forking.server import Fork
+from tests.forking.trackers import start_tracking
 from tests.runs.processes import HANG_S, wait_until
 
 BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -64,20 +65,20 @@ class TrackedDirectory:
         other.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
         other.rename(self.run_dir.metrics)
 
-    def start(self, tracker: str) -> TrackingProcess:
+    def start(self, tracker: str) -> Fork:
         config = TrackingConfig(backends=[tracker], project="tested")
         argv = [str(self.run_dir.path), tracker, config.model_dump_json()]
-        return TrackingProcess(argv, self.run_dir.path / f"{tracker}.log", {**os.environ, **self.environment})
+        return start_tracking(argv, self.run_dir.path / f"{tracker}.log", {**os.environ, **self.environment})
 
     def sent(self, tracker: str) -> int:
         path = self.run_dir.tracking / f"{tracker}.json"
         return json.loads(path.read_bytes())["step"] if path.exists() else 0
 
-    def wait_for(self, process: TrackingProcess, tracker: str, step: int) -> None:
+    def wait_for(self, process: Fork, tracker: str, step: int) -> None:
         wait_until(lambda: self.sent(tracker) >= step or process.poll() is not None)
         assert process.poll() is None, (self.run_dir.path / f"{tracker}.log").read_text()
 
-    def end(self, process: TrackingProcess, tracker: str) -> None:
+    def end(self, process: Fork, tracker: str) -> None:
         """Say that no further step comes, and wait for the rest to be sent."""
         process.send_signal(signal.SIGTERM)
         assert process.wait(HANG_S) == 0, (self.run_dir.path / f"{tracker}.log").read_text()
