@@ -44,6 +44,7 @@ def seeded() -> None:
 
 
 Command = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
 
 
 @pytest.fixture
@@ -99,3 +100,37 @@ def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         return (code if isinstance(code, int) else 0 if code is None else 1), printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def refused(run_command: Command) -> Refused:
+    """Return `refused("ckpt", *argv)`: the one message by which a command ends that prints nothing else."""
+
+    def run(name: str, *argv: object) -> str:
+        code, out, err = run_command(name, *argv)
+        assert (code, out) == (2, "") and err.count("error: ") == 1 and err.startswith("error: "), err
+        assert "Traceback" not in err
+        return err
+
+    return run
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run the test in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that lets seconds pass for what bounds waits, which see no others."""
+    now = 1000.0
+    for module in ("launcher.failures", "launcher.liveness", "process.heartbeat"):
+        monkeypatch.setattr(f"holdfast.{module}.awake_s", lambda: now)
+
+    def pass_s(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    return pass_s

@@ -24,12 +24,11 @@ from holdfast.run.run_dir import RunDir
 from tests.builders.toy import TOY
 from tests.conftest import ROOT
 from tests.runs.ports import free_port
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.unit.conftest import Command, Refused
 
 
 @pytest.fixture
-def run(run_command: Run, in_root: Path) -> Run:
+def run(run_command: Command, in_root: Path) -> Command:
     """Run a command in this process; return its exit code and what it printed."""
     return run_command
 
@@ -79,7 +78,7 @@ def test_the_installed_command_ends_the_same_way(command: Callable[[str], str], 
 
 @pytest.mark.launch  # counts the data in a process that imports transformers
 @pytest.mark.everyday
-def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(run: Run, in_root: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(run: Command, in_root: Path, tmp_path: Path) -> None:
     code, out, _ = run("sft", "@", "configs/reverse_text/sft.toml", "--max-steps", "20", "--ckpt", "--dry-run",
                        "--output-dir", tmp_path / "run")  # fmt: skip
     assert code == 0
@@ -92,7 +91,7 @@ def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(run: Run, in_ro
 
 
 @pytest.mark.launch
-def test_a_dry_run_shows_every_node_and_what_is_offloaded(run: Run, tmp_path: Path) -> None:
+def test_a_dry_run_shows_every_node_and_what_is_offloaded(run: Command, tmp_path: Path) -> None:
     several = ("--parallel.nodes", "3", "--parallel.rdzv-endpoint", "first:29500", "--parallel.cpu-offload")
     code, out, _ = run("sft", "@", "configs/reverse_text/sft.toml", "--dry-run", "--output-dir", tmp_path, *several)
     assert code == 0
@@ -101,7 +100,7 @@ def test_a_dry_run_shows_every_node_and_what_is_offloaded(run: Run, tmp_path: Pa
     ]  # fmt: skip
 
 
-def test_several_inference_servers_have_a_configuration_each(run: Run, tmp_path: Path) -> None:
+def test_several_inference_servers_have_a_configuration_each(run: Command, tmp_path: Path) -> None:
     code, out, _ = run("rl", "@", "configs/reverse_text/rl.toml", "--dry-run", "--output-dir", tmp_path,
                        "--inference.engines", "3", "--inference.server.port", "4321",
                        "--model.name", "somebody/model")  # fmt: skip
@@ -121,14 +120,16 @@ def test_several_inference_servers_have_a_configuration_each(run: Run, tmp_path:
 
 
 @pytest.mark.parametrize("program", ["trainer", "orchestrator", "inference"])
-def test_a_dry_run_of_one_process(program: str, run: Run, tmp_path: Path) -> None:
+def test_a_dry_run_of_one_process(program: str, run: Command, tmp_path: Path) -> None:
     code, _, _ = run(program, *TOY[program], "--dry-run", "--output-dir", tmp_path)
     assert code == 0
     assert (tmp_path / "configs" / "dry_run" / f"{program}.toml").is_file()
     assert not RunDir(tmp_path).holds_run()
 
 
-def test_a_server_at_a_taken_port_is_refused_first(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_at_a_taken_port_is_refused_first(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("holdfast.launcher.launch.os.execv", None)  # this process must not become a server
     port = free_port()
     held = reserve("127.0.0.1", port)
@@ -140,7 +141,7 @@ def test_a_server_at_a_taken_port_is_refused_first(run: Run, tmp_path: Path, mon
     assert code == 2 and f"http://127.0.0.1:{port} is in use, by another server or a run. Stop it, or choose" in err
 
 
-def test_an_existing_run_is_refused_with_the_ways_out_and_stays(run: Run, tmp_path: Path) -> None:
+def test_an_existing_run_is_refused_with_the_ways_out_and_stays(run: Command, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.create()
     run_dir.metrics.write_text('{"step": 1}\n')
@@ -158,7 +159,7 @@ def test_an_existing_run_is_refused_with_the_ways_out_and_stays(run: Run, tmp_pa
 CODE = "import sys; from holdfast import cli; sys.argv = ['orchestrator', *sys.argv[1:]]; cli.orchestrator()"
 
 
-def test_a_dry_run_may_write_nothing_at_all(run: Run) -> None:
+def test_a_dry_run_may_write_nothing_at_all(run: Command) -> None:
     code, out, err = run("orchestrator", *TOY["orchestrator"], "--output-dir", "/dev/null", "--dry-run")
     assert (code, err) == (0, "") and "resolved configuration: /dev/null\n" in out
 
@@ -266,7 +267,7 @@ def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def holdfast(run_command: Run) -> Run:
+def holdfast(run_command: Command) -> Command:
     """Run `holdfast` in this process; return its exit code and what it printed."""
     return partial(run_command, "main")
 
@@ -284,7 +285,7 @@ def test_every_training_program_has_a_command_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_command_is_the_same_by_either_name(name: str, run_command: Run, holdfast: Run) -> None:
+def test_a_command_is_the_same_by_either_name(name: str, run_command: Command, holdfast: Command) -> None:
     for words in (["--help"], ["--no-such-flag"]):
         by_itself = run_command(name, *words)
         assert holdfast(name, *words) == by_itself
@@ -292,29 +293,28 @@ def test_a_command_is_the_same_by_either_name(name: str, run_command: Run, holdf
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
-def test_help_lists_every_command(words: list[str], holdfast: Run) -> None:
+def test_help_lists_every_command(words: list[str], holdfast: Command) -> None:
     code, out, err = holdfast(*words)
     assert (code, err) == (0, "")
     for name, (summary, _, _) in cli.COMMANDS.items():
         assert f"  {name:<14}{summary}\n" in out
 
 
-def test_the_version_is_that_of_the_distribution(holdfast: Run) -> None:
+def test_the_version_is_that_of_the_distribution(holdfast: Command) -> None:
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert holdfast("--version") == (0, f"holdfast {project['version']}\n", "")
 
 
-def test_an_unknown_command_is_told_with_the_nearest(holdfast: Run) -> None:
-    code, out, err = holdfast("rollout", "show")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: unknown command 'rollout'. Did you mean 'rollouts'? There are: sft, dpo,")
+def test_an_unknown_command_is_told_with_the_nearest(refused: Refused) -> None:
+    said = refused("main", "rollout", "show")
+    assert said.startswith("error: unknown command 'rollout'. Did you mean 'rollouts'? There are: sft, dpo,")
 
 
 @pytest.mark.parametrize(
     "words",
     ["track . --na b", "monitor . --onc", "report . --t b", "ckpt ls --output b", "evaluate --compare . . --js"],
 )
-def test_a_shortened_flag_is_not_guessed(words: str, holdfast: Run) -> None:
+def test_a_shortened_flag_is_not_guessed(words: str, holdfast: Command) -> None:
     code, _, err = holdfast(*words.split())
     assert code == 2 and re.search(r"(unknown flag|unrecognized arguments:) '?--(na|onc|t|output|js)\b", err)
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import Report, age, size
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import commit, flip, write_weights
-
-Ckpt = Callable[..., tuple[int, str, str]]
+from tests.unit.conftest import Command, Refused
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def run_dir(run_dir: RunDir) -> RunDir:
 
 
 @pytest.fixture
-def ckpt(run_command: Ckpt) -> Ckpt:
+def ckpt(run_command: Command) -> Command:
     return partial(run_command, "ckpt")
 
 
@@ -60,7 +58,7 @@ def set_metrics(directory: Path, metrics: dict[str, float]) -> None:
     manifest.write_manifest(directory, listing)
 
 
-def listed(ckpt: Ckpt, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any]]:
+def listed(ckpt: Command, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any]]:
     code, out, err = ckpt("ls", "--json", "--output-dir", run_dir.path, *flags)
     assert err == ""
     return code, json.loads(out)
@@ -81,17 +79,13 @@ def listed(ckpt: Ckpt, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any
         (["ls", "--output-dir", "."], "holds neither a run nor checkpoints"),
     ],
 )
-def test_a_mistake_is_one_message_and_exit_code_2(
-    argv: list[str], message: str, ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, err = ckpt(*argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and message in err and "Traceback" not in err
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_mistake_is_one_message_and_exit_code_2(argv: list[str], message: str, refused: Refused) -> None:
+    assert message in refused("ckpt", *argv)
 
 
 @pytest.mark.parametrize("argv", [["show", "9"], ["verify", "9"], ["export", "9", "--to", "x"]])
-def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Ckpt, run_dir: RunDir) -> None:
+def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Command, run_dir: RunDir) -> None:
     code, _, err = ckpt(*argv, "--output-dir", run_dir.path)
     assert code == 2 and "step 9 is not in" in err and "1, 2, 3, 4" in err
     for word in ("nowhere", "9" * 200):
@@ -100,7 +94,7 @@ def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Ck
     assert "name too long" in ckpt("show", "9" * 5000, "--output-dir", run_dir.path)[2]
 
 
-def test_ls_shows_steps_and_marks_the_best(ckpt: Ckpt, run_dir: RunDir) -> None:
+def test_ls_shows_steps_and_marks_the_best(ckpt: Command, run_dir: RunDir) -> None:
     code, document = listed(ckpt, run_dir)
     assert code == 0 and document["problems"] == []
     assert document["metric"] == "loss"
@@ -124,7 +118,7 @@ def test_ls_shows_steps_and_marks_the_best(ckpt: Ckpt, run_dir: RunDir) -> None:
     assert code == 1 and len(damaged["steps"]) == 4 and "sft.toml is damaged" in damaged["problems"][0]
 
 
-def test_the_metric_is_the_one_asked_for_then_the_configured_one(ckpt: Ckpt, run_dir: RunDir) -> None:
+def test_the_metric_is_the_one_asked_for_then_the_configured_one(ckpt: Command, run_dir: RunDir) -> None:
     for step, value in ((1, 3.0), (2, 9.0), (3, 1.0), (4, 5.0)):
         set_metrics(run_dir.checkpoint(step), {"loss": value, "reward/mean": value, "x": -value})
     assert listed(ckpt, run_dir)[1]["best"] == 2  # the reward comes before the loss
@@ -138,7 +132,7 @@ def test_the_metric_is_the_one_asked_for_then_the_configured_one(ckpt: Ckpt, run
     assert code == 2 and "no step has the metric 'val/loss'. They have: loss, reward/mean, x." in err
 
 
-def test_a_torn_save_is_shown_and_is_no_problem(ckpt: Ckpt, run_dir: RunDir) -> None:
+def test_a_torn_save_is_shown_and_is_no_problem(ckpt: Command, run_dir: RunDir) -> None:
     torn = run_dir.checkpoints / ".tmp-step_5"
     shutil.copytree(run_dir.checkpoint(4), torn)
     code, document = listed(ckpt, run_dir)
@@ -152,7 +146,7 @@ def test_a_torn_save_is_shown_and_is_no_problem(ckpt: Ckpt, run_dir: RunDir) -> 
     assert code == 0 and len(json.loads(out)["directories"]) == 4
 
 
-def test_damage_that_sizes_show_is_told_by_ls(ckpt: Ckpt, run_dir: RunDir) -> None:
+def test_damage_that_sizes_show_is_told_by_ls(ckpt: Command, run_dir: RunDir) -> None:
     (run_dir.checkpoint(1) / "manifest.json").write_bytes(b"")
     (run_dir.checkpoint(2) / "trainer" / ".metadata").unlink()
     data = run_dir.checkpoint(4) / "trainer" / "__0_0.distcp"
@@ -167,7 +161,7 @@ def test_damage_that_sizes_show_is_told_by_ls(ckpt: Ckpt, run_dir: RunDir) -> No
         assert reason in out
 
 
-def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Ckpt, run_dir: RunDir) -> None:
+def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Command, run_dir: RunDir) -> None:
     flip(run_dir.checkpoint(3) / "trainer" / "__0_0.distcp")
     assert listed(ckpt, run_dir)[0] == 0
     assert ckpt("verify", "--how", "size", "--output-dir", run_dir.path)[0] == 0
@@ -185,7 +179,7 @@ def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Ckpt, run_dir: Ru
     assert document["size_bytes"] == sum(line["size_bytes"] for line in document["directories"]) > 0
 
 
-def test_checkpoints_alone_will_do_and_a_run_without_any(ckpt: Ckpt, run_dir: RunDir) -> None:
+def test_checkpoints_alone_will_do_and_a_run_without_any(ckpt: Command, run_dir: RunDir) -> None:
     code, out, _ = ckpt("ls", "--json", "--output-dir", run_dir.checkpoints)
     assert code == 0 and len(json.loads(out)["steps"]) == 4
     # A run without checkpoints is no mistake.
@@ -196,7 +190,7 @@ def test_checkpoints_alone_will_do_and_a_run_without_any(ckpt: Ckpt, run_dir: Ru
 
 
 @pytest.mark.parametrize("name", ["a[/b]", os.fsdecode(b"b\xff")])
-def test_a_path_is_neither_markup_nor_always_utf_8(ckpt: Ckpt, run_dir: RunDir, tmp_path: Path, name: str) -> None:
+def test_a_path_is_neither_markup_nor_always_utf_8(ckpt: Command, run_dir: RunDir, tmp_path: Path, name: str) -> None:
     place = tmp_path / name
     place.parent.mkdir(exist_ok=True)
     run_dir.path.rename(place)

@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from holdfast.config import RlConfig
 from holdfast.config.load import parse_command_line
 from tests.conftest import BASE, ROOT
 from tests.models.chat_templates import QWEN_3, write_tokenizer
+from tests.unit.conftest import Command, Refused
 
-Command = Callable[..., tuple[int, str, str]]
 FAULTS = '''
 """Environments with one fault each."""
 
@@ -180,16 +179,16 @@ _NO_MODULES = dict.fromkeys(("word-game", "class", "__main__", "../up"), "cannot
 @pytest.mark.parametrize(
     ("name", "says"), [*_NO_MODULES.items(), *((name, "belongs to") for name in ("random", "holdfast"))]
 )
-def test_init_refuses_names_of_no_module(name: str, says: str, environments: Command, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("environments")
+def test_init_refuses_names_of_no_module(name: str, says: str, refused: Refused, tmp_path: Path) -> None:
     there = sorted(tmp_path.iterdir())
-    code, out, err = environments("init", name)
-    assert (code, out) == (2, "") and f"'{name}' {says}" in err
+    assert f"'{name}' {says}" in refused("environments", "init", name)
     assert sorted(tmp_path.iterdir()) == there
 
 
-def test_init_says_where_it_cannot_write(environments: Command) -> None:
-    code, _, err = environments("init", "w" * 300)
-    assert code == 2 and "File name too long" in err
+@pytest.mark.usefixtures("environments")
+def test_init_says_where_it_cannot_write(refused: Refused) -> None:
+    assert "File name too long" in refused("environments", "init", "w" * 300)
 
 
 @pytest.mark.launch
@@ -254,7 +253,7 @@ def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: 
 
 
 @pytest.mark.usefixtures("here_alone")
-def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environments: Command) -> None:
+def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environments: Command, refused: Refused) -> None:
     code, checks = checked(environments, "Tooled", "--model.name", BASE)
     assert code == 1 and checks["template"][0] == "FAILED" and checks["sessions"][0] == "OK"
     assert checked(environments, "Tooled")[0] == 0
@@ -274,8 +273,7 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
         (["toled"], "Did you mean 'tooled'"),
         (["faults:Tooled"], "is the id of several environments: give a name, of "),
     ):
-        code, _, err = environments("check", *words, "@", "run.toml")
-        assert code == 2 and message in err
+        assert message in refused("environments", "check", *words, "@", "run.toml")
 
 
 @pytest.mark.parametrize(
@@ -293,9 +291,9 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
         (["show"], "unknown subcommand 'show'"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: str, environments: Command) -> None:
-    code, out, err = environments(*words)
-    assert (code, out) == (2, "") and message in err
+@pytest.mark.usefixtures("environments")
+def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: str, refused: Refused) -> None:
+    assert message in refused("environments", *words)
 
 
 def test_equal_values_have_one_text_wherever_they_lie() -> None:

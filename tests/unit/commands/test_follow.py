@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,9 @@ from holdfast.view.follow import ObservedRun
 from tests.builders.checkpoint_files import flip, write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, TOY
+from tests.unit.conftest import Command
 from tests.unit.launcher.test_placement import machine
 
-RunCommand = Callable[..., tuple[int, str, str]]
 EVAL = {"interval": 4, "environments": ENVIRONMENTS}
 
 
@@ -97,7 +96,7 @@ def test_a_run_is_over_when_its_last_step_is_there_or_nobody_trains(tmp_path: Pa
     assert FollowedRun.read(run_dir.path).is_over()
 
 
-def test_what_cannot_be_followed_is_refused(tmp_path: Path, run_command: RunCommand) -> None:
+def test_what_cannot_be_followed_is_refused(tmp_path: Path, run_command: Command) -> None:
     with pytest.raises(DataError, match="is not a run directory"):
         FollowedRun.read(tmp_path)
     empty = RunDir(tmp_path / "empty")
@@ -129,7 +128,7 @@ def test_settings_of_following_fit_together(changes: dict[str, Any], said: str) 
 
 
 @pytest.mark.launch
-def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp_path: Path) -> None:
+def test_a_dry_run_names_the_steps_that_are_missing(run_command: Command, tmp_path: Path) -> None:
     run_dir = run_of(tmp_path / "run", 5, 10)
     evaluated = run_dir.evaluation(5)
     evaluated.mkdir(parents=True)
@@ -157,7 +156,7 @@ def test_a_dry_run_names_the_steps_that_are_missing(run_command: RunCommand, tmp
     assert half.exists()
 
 
-def test_others_work_is_waited_for(run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_work_is_waited_for(run_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = run_of(tmp_path / "run", 5, model={"name": MODEL, "init": "random"})
     RunDir(run_dir.evaluation(5)).lock()
     looks: list[float] = []
@@ -180,7 +179,7 @@ def test_others_work_is_waited_for(run_command: RunCommand, tmp_path: Path, monk
 
 
 def test_a_damaged_checkpoint_keeps_no_other_step_from_its_evaluation(
-    run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = run_of(tmp_path / "run", 5, 10, model={"name": MODEL, "init": "random"})
     damaged = run_dir.checkpoint(5) / "a_first.txt"
@@ -388,7 +387,7 @@ def test_evaluations_get_the_gpus_that_the_trainer_leaves() -> None:
     assert evaluation_gpus(greedy, place_training(greedy.parallel, on_cpu), on_cpu) == ()
 
 
-def test_the_plan_of_a_run_shows_what_evaluates_it(run_command: RunCommand, tmp_path: Path) -> None:
+def test_the_plan_of_a_run_shows_what_evaluates_it(run_command: Command, tmp_path: Path) -> None:
     flags = (*TOY["sft"], "--output-dir", tmp_path / "run", "--dry-run")
     code, out, _ = run_command("sft", *flags, "--ckpt.interval", "2", "--eval", json.dumps(EVAL | {"num_tasks": 3}))
     assert code == 0 and any(line.split()[0] == "evaluation" for line in out.splitlines() if line.split())

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from holdfast.run.journal import Accepted, Counts, publish_batch, read_batch
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import flip, write_checkpoint
 from tests.conftest import BASE
+from tests.unit.conftest import Command, Refused
 
-Command = Callable[..., tuple[int, str, str]]
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 PROMPT, ANSWER, FEEDBACK = "abc>", "cba<|end|>", "again>"
 
@@ -263,13 +262,10 @@ def test_export_that_fails_leaves_nothing(
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
-    argv: list[str], message: str, rollouts: Command, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    argv: list[str], message: str, refused: Refused, run_dir: RunDir, in_tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("there.jsonl").touch()
-    code, out, err = rollouts(*argv, "--output-dir", run_dir.path)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and message in err and "Traceback" not in err
+    (in_tmp_path / "there.jsonl").touch()
+    assert message in refused("rollouts", *argv, "--output-dir", run_dir.path)
 
 
 def test_a_trace_of_what_a_teacher_sampled_names_the_teacher(rollouts: Command, run_dir: RunDir) -> None:
@@ -282,18 +278,17 @@ def test_a_trace_of_what_a_teacher_sampled_names_the_teacher(rollouts: Command, 
     assert code == 2 and "Leave --server out" in err
 
 
-def test_a_directory_without_a_run_is_refused(rollouts: Command, tmp_path: Path) -> None:
-    def refused(said: str, *words: object, at: Path = tmp_path) -> None:
-        code, _, err = rollouts(*words, "--output-dir", at)
-        assert code == 2 and said in err
-
-    refused("holds no rl run", "stats", at=tmp_path / "nowhere")
-    refused("holds no rl run", "stats")
+def test_a_directory_without_a_run_is_refused(rollouts: Command, refused: Refused, tmp_path: Path) -> None:
+    for place in (tmp_path / "nowhere", tmp_path):
+        assert "holds no rl run" in refused("rollouts", "stats", "--output-dir", place)
     RunDir(tmp_path).create()
     code, out, _ = rollouts("stats", "--output-dir", tmp_path)
     assert code == 0 and out.startswith("no batches in")
-    refused("there is no batch in", "export", "all", "--to", tmp_path / "x.jsonl")
-    refused("it has none", "show", "latest")
+    for words, said in (
+        (("export", "all", "--to", tmp_path / "x.jsonl"), "there is no batch in"),
+        (("show", "latest"), "it has none"),
+    ):
+        assert said in refused("rollouts", *words, "--output-dir", tmp_path)
 
 
 @pytest.mark.parametrize("words", ["rollouts --help", "rollouts stats", "rollouts show 3", "ckpt ls", "ckpt verify"])

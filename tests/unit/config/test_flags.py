@@ -171,8 +171,8 @@ def test_without_anything_a_command_says_how_to_begin(command: str, in_root: Pat
     assert all(line.strip().startswith(f"uv run {command}") for line in lines) and lines[-1].endswith("--help")
 
 
-def test_outside_a_checkout_no_file_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_tmp_path")
+def test_outside_a_checkout_no_file_is_promised() -> None:
     shipped, own, _ = said("sft").splitlines()[1:]
     assert "in a checkout of holdfast" in shipped and own.strip().startswith("sft --model.name")
 

@@ -154,19 +154,6 @@ def test_an_event_that_cannot_be_told_disturbs_nobody(monkeypatch: pytest.Monkey
     report("training", step=3)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that lets seconds pass."""
-    now = 1000.0
-    monkeypatch.setattr("holdfast.launcher.failures.awake_s", lambda: now)
-
-    def pass_s(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    return pass_s
-
-
 def test_the_wait_grows_up_to_a_limit_and_ends(clock: Callable[[float], None]) -> None:
     backoff, delays = StorageBackoff(100), []
     while (delay := backoff.delay_s(7)) is not None:

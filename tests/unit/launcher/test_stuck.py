@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -160,13 +161,11 @@ def test_a_server_that_was_well_and_cannot_start_retries(stands: Stands, capfd: 
     assert raised.value.exit_code == 3
 
 
-def test_the_rank_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_stands_still_is_named(tmp_path: Path, clock: Callable[[float], None]) -> None:
     """Both beat, and one of them moves on."""
-    now = 1000.0
-    monkeypatch.setattr("holdfast.launcher.liveness.awake_s", lambda: now)
     monitor = LivenessMonitor(tmp_path / "trainer")
     for second in range(12):
-        now += 1
+        clock(1)
         for rank, moves in enumerate((second, 7)):
             (tmp_path / "new").write_text(f'{{"moves": {moves}, "doing": "step 3", "bound_s": 10}}')
             (tmp_path / "new").replace(tmp_path / f"trainer_rank_{rank}")
@@ -189,17 +188,16 @@ def test_an_update_of_weights_is_no_silence(tmp_path: Path) -> None:
     assert monitor.silent_s() < 100, "it could not be asked until just now"
 
 
-def test_a_wait_is_over_when_nobody_gets_anything_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("holdfast.process.heartbeat.awake_s", lambda: now)
+def test_a_wait_is_over_when_nobody_gets_anything_done(
+    tmp_path: Path, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
     own, other, healing = (tmp_path / name for name in ("trainer_rank_0", "orchestrator", HEALING_NAME))
     other.write_text('{"moves": 1, "work": 1}')
     wait = Wait(60)
 
     def passes(seconds: float) -> bool:
-        nonlocal now
-        now += seconds
+        clock(seconds)
         return wait.is_over()
 
     assert not passes(59)

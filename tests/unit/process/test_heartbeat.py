@@ -73,19 +73,17 @@ def test_a_stopped_part_silences_the_whole(tmp_path: Path, beating: Callable[[st
     wait_until(lambda: monitor.silent_s() < PERIOD_S)
 
 
-def test_who_never_beats_is_silent_after_time_for_its_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("holdfast.launcher.liveness.awake_s", lambda: now)
+def test_who_never_beats_is_silent_after_time_for_its_imports(tmp_path: Path, clock: Callable[[float], None]) -> None:
     monitor = LivenessMonitor(tmp_path / "orchestrator")
     for number in range(3):
-        now += 30
+        clock(30)
         assert monitor.silent_s() == 0, "it imports"
-        now += 5
+        clock(5)
         assert monitor.silent_s() == 5
         if number == 1:  # this one beats, and the next one has to beat itself
             (tmp_path / "orchestrator").write_text("{}")
             assert monitor.silent_s() == 0
-            now += 500
+            clock(500)
         monitor.forget()
         assert monitor.silent_s() == 0 and not (tmp_path / "orchestrator").exists()
 

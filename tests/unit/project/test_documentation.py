@@ -5,7 +5,6 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +38,16 @@ from tests.pages.documentation import (
 from tests.pages.english import Page, faults_of_code, overall, pages
 from tests.pages.runs import Checkout, can_be_started, settings_file
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
+from tests.unit.conftest import Command as RunCommand
 
-RunCommand = Callable[..., tuple[int, str, str]]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 EVERYWHERE = [block for page in PAGES for block in blocks(page)]
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+def checkout(in_tmp_path: Path) -> Checkout:
     """An own checkout, which is also the working directory."""
-    monkeypatch.chdir(tmp_path)
-    return Checkout(tmp_path)
+    return Checkout(in_tmp_path)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The benchmarks of runs that learn: their tasks, controls, tables and curves, and what of them is committed."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from holdfast.config import RlConfig
 from holdfast.config.load import parse_command_line
 from tests.conftest import ROOT
 from tests.runs.interpreters import NO_VERIFIERS, VERIFIERS_PYTHON
+from tests.unit.conftest import Command
 
 BENCHMARK = ROOT / "benchmarks" / "learning"
 
@@ -47,9 +47,8 @@ def test_demonstrations_are_made_again_and_fit_into_the_recipe(task: str, tmp_pa
 @pytest.mark.docs
 @pytest.mark.parametrize("path", sorted(BENCHMARK.glob("recipes/*.toml")), ids=lambda path: path.stem)
 def test_recipes_can_be_used(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
+    path: Path, in_tmp_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Command
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "gsm8k_train.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
@@ -80,7 +79,7 @@ def test_variants_fit_over_the_recipe_and_change_it(variant: str) -> None:
 
 
 @pytest.mark.docs
-def test_the_settings_of_dpo_can_be_used(tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_settings_of_dpo_can_be_used(tmp_path: Path, run_command: Command) -> None:
     make_base(tmp_path / "base", ())
     row = {"prompt": "ba", "chosen": "ab", "rejected": "ba"}
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(row)}\n" * 32)

@@ -127,10 +127,9 @@ def test_the_page_of_the_python_api_has_every_public_name_with_its_text() -> Non
 
 @pytest.mark.docs
 def test_the_examples_of_the_commands_can_be_given_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., tuple[int, str, str]]
+    in_tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    checkout = Checkout(tmp_path)
+    checkout = Checkout(in_tmp_path)
     assert options.EXAMPLES.keys() <= COMMANDS.keys()
     for name, (guide, line) in options.EXAMPLES.items():
         assert line.split()[0] == name and f"]({guide})" in options.page(name).replace("../", "")

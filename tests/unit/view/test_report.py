@@ -17,7 +17,7 @@ from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
 from tests.unit.commands.test_rollouts_cli import make_batch, state_after
-from tests.unit.conftest import Command
+from tests.unit.conftest import Command, Refused
 
 
 def figures_of(page: Path) -> dict[str, Any]:
@@ -206,18 +206,15 @@ def test_secrets_of_settings_are_not_shown(run_command: Command, tmp_path: Path)
     assert "hidden-" not in page and "s3://***@store/x" in page and "http://host/&lt;b&gt;" in page
 
 
-def test_what_cannot_be_done_is_told(run_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_done_is_told(refused: Refused, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
-
-    def refused(*flags: object) -> str:
-        code, out, err = run_command("report", *flags)
-        assert code == 2 and "Traceback" not in err and ".html: " not in out
-        return err
-
-    assert "holds no run: it has no run.json" in refused(tmp_path)
-    assert "holds no run: it has no run.json" in refused(tmp_path / "nowhere")
-    assert "the name of a page ends with .html" in refused(run_dir.path, "--to", tmp_path / "page.pdf")
-    assert "there is no directory" in refused(run_dir.path, "--to", tmp_path / "nowhere" / "page.html")
-    assert "report --help shows what is allowed" in refused()
     (tmp_path / "taken.html").mkdir()
-    assert "Choose another place with --to" in refused(run_dir.path, "--to", tmp_path / "taken.html")
+    for words, said in (
+        ([tmp_path], "holds no run: it has no run.json"),
+        ([tmp_path / "nowhere"], "holds no run: it has no run.json"),
+        ([run_dir.path, "--to", tmp_path / "page.pdf"], "the name of a page ends with .html"),
+        ([run_dir.path, "--to", tmp_path / "nowhere" / "page.html"], "there is no directory"),
+        ([], "report --help shows what is allowed"),
+        ([run_dir.path, "--to", tmp_path / "taken.html"], "Choose another place with --to"),
+    ):
+        assert said in refused("report", *words)
