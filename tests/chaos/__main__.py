@@ -140,7 +140,6 @@ def print_blows(blows: Sequence[Blow]) -> None:
 
 
 def print_report(chaos: ChaosRun, victims: Sequence[str]) -> None:
-    """Per victim: hits, and seconds to the next trained step."""
     counts = Counter(blow.hit.kind for blow in chaos.blows)
     dealt = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     print(f"\n{dealt} in {chaos.seconds:.0f} s")

@@ -63,14 +63,12 @@ class ChaosRun:
     killed_when_thawed: int  # how many processes were killed as silent of which the launcher was frozen as well
 
     def restarts(self) -> dict[str, int]:
-        """How often a launcher said that it starts a process again."""
         text = "\n".join(self.console)
         starts = [line for line in text.split("\n") if "starting it again" in line]
         counted = {name: sum(name in line for line in starts) for name in ("orchestrator", "trainer", "inference")}
         return counted | {"launcher": len(self.console) - 1}
 
     def storage_waits(self) -> int:
-        """How often a launcher said that it waits for the storage."""
         return "\n".join(self.console).count(WAITING)
 
 

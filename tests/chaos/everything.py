@@ -61,7 +61,6 @@ class Everything(Environment):
         await session.sample()
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
-        """Add up what the judge, a program and mathematics say."""
         judged = await self._judge.ask_all(
             [{"first": session.texts[0], "last": session.texts[-1]} for session in sessions]
         )

@@ -55,13 +55,11 @@ class Run:
         return self
 
     def succeed(self, timeout_s: float = RUN_TIMEOUT_S) -> Self:
-        """Wait for its end, which must be a success."""
         self.wait(timeout_s)
         assert self.code == 0, self.log
         return self
 
     def kill(self) -> None:
-        """Kill it, and what dies with it, unless it has ended."""
         if not self.has_ended:
             self.fork.kill()
             self.wait()
@@ -74,7 +72,6 @@ def wait_for(condition: Callable[[], object], what: str, *runs: Run) -> None:
 
 
 def wait_for_step(step: int, *runs: Run) -> None:
-    """Return as soon as the run of these commands has trained `step`."""
     from tests.runs.rl import last_step
 
     run_dir = RunDir(runs[0].output)

@@ -31,8 +31,6 @@ _IMPORTED = (
 
 
 class ServerHandle:
-    """One server: a process that a test may ask, stop and kill."""
-
     def __init__(self, url: str, process: Fork | Started) -> None:
         self.url = url
         self.pid = process.pid

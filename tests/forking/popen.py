@@ -121,7 +121,6 @@ class ForkedModule:
 def _run(
     argv: list[str], *, input: bytes, stdout: int, stderr: BinaryIO, env: Mapping[str, str]
 ) -> subprocess.CompletedProcess[bytes]:
-    """Do what `subprocess.run` does for the checks before a start."""
     assert argv[: len(begin := module_command(argv[3]))] == begin and stdout == subprocess.DEVNULL, argv
     sys.stdout.flush()
     sys.stderr.flush()

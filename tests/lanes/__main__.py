@@ -113,7 +113,6 @@ class EverydayRun:
 
 
 def everyday(words: list[str], processes: int) -> int:
-    """Run the everyday lane; return 0 if every share has passed."""
     begin = time.monotonic()
     run = EverydayRun(longest_first(recorded()), words, processes=processes)
     run.wait()
@@ -194,7 +193,6 @@ def touched(base: str, words: list[str], processes: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is asked for; return an exit code."""
     argv = sys.argv[1:] if argv is None else argv
     correct_wheel_label()
     parser = argparse.ArgumentParser(

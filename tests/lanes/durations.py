@@ -46,7 +46,6 @@ def record(seconds: Mapping[str, float], path: Path = FILE) -> None:
 
 
 def seconds_of_files(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each file of tests."""
     files: dict[str, float] = defaultdict(float)
     for name, took in seconds.items():
         files[name.partition("::")[0]] += took

@@ -28,7 +28,6 @@ class Share:
         return not any(share.holds(file) for share in SHARES if share.paths)
 
     def seconds(self, recorded: Mapping[str, float]) -> float:
-        """Return how long it took, or is said to take."""
         return sum(took for file, took in seconds_of_files(recorded).items() if self.holds(file)) or self.usual_s
 
 
@@ -50,5 +49,4 @@ SHARES = (
 
 
 def longest_first(recorded: Mapping[str, float]) -> list[Share]:
-    """Return the shares in the order in which they are started."""
     return sorted(SHARES, key=lambda share: share.seconds(recorded), reverse=True)

@@ -43,7 +43,6 @@ class Copy:
             target.write_text(target.read_text().replace(before, "".join(line[1:] for line in lines)))
 
     def python(self, *arguments: str) -> str:
-        """Run Python on the copy; return what it printed."""
         environment = os.environ | {"PYTHONPATH": str(self.path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             [sys.executable, *arguments], cwd=self.path, env=environment, text=True,

@@ -16,7 +16,6 @@ def documented_names() -> list[str]:
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Return the metrics that no row of the page is about."""
     parts = [map(re.escape, _PLACEHOLDER.split(name)) for name in documented_names()]
     patterns = [re.compile(r"[\w@/-]+".join(part)) for part in parts]
     return [name for name in names if name != "step" and not any(pattern.fullmatch(name) for pattern in patterns)]

@@ -187,7 +187,6 @@ class Checkout:
         return config.output_dir
 
     def _check_reader(self, command: Command) -> None:
-        """Check the arguments of `ckpt` or `rollouts`, and that the run that it looks into is there."""
         from holdfast.commands.ckpt import parse
         from holdfast.commands.rollouts import parse as parse_rollouts
 
@@ -197,14 +196,12 @@ class Checkout:
         assert command.words[0] == "ckpt" or maker == "rl"
 
     def _check_report(self, command: Command) -> None:
-        """Check the arguments of `report`, and that the runs that it shows are there."""
         from holdfast.view.report import parse
 
         for run in parse(command.words[1:]).runs:
             assert run in self.made, f"{command.where}: {command.line}\nnobody has made {run}"
 
     def _check_environments(self, command: Command) -> None:
-        """Check the arguments of `environments`, and that what it checks is there."""
         from holdfast.commands.environments import parse
         from holdfast.config.environments import EnvironmentConfig
         from holdfast.orchestrator.env.registry import find_environment
@@ -214,7 +211,6 @@ class Checkout:
             find_environment(EnvironmentConfig(id=arguments.id, args=arguments.args), key="environments[0]")
 
     def _check_evaluation(self, command: Command, run: Callable[..., tuple[int, str, str]]) -> None:
-        """Check the settings of an evaluation, and that what it is about is there."""
         words = command.words[1:]
         if "--compare" in words:
             missing = [word for word in words[words.index("--compare") + 1 :][:2] if Path(word) not in self.made]
@@ -232,7 +228,6 @@ class Checkout:
         self.made[Path(command.flag("output-dir") or "evaluation")] = "evaluate"
 
     def _check_module(self, command: Command) -> None:
-        """Check that the module is there, and knows the flags."""
         name = command.words[2]
         place = ROOT / name.replace(".", "/")
         program = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")

@@ -75,7 +75,6 @@ class OpenPage:
         self._call("Emulation.setDeviceMetricsOverride", **sizes)
 
     def evaluate(self, expression: str) -> Any:
-        """Return what an expression of JavaScript is in the page."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -89,7 +88,6 @@ class OpenPage:
         return found
 
     def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
-        """Press the button of the mouse at one place of the window, and let go of it at another."""
         for kind, (x, y) in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 

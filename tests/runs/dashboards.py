@@ -47,7 +47,6 @@ def page_when(port: int, is_so: Callable[[str], bool]) -> str:
 
 
 def charts_in(page: str) -> dict[str, Any]:
-    """Return the charts of a page, as its script reads them."""
     match = re.search(r'<script[^>]* id="figures"[^>]*>(.*?)</script>', page, re.S)
     assert match is not None
     return json.loads(match[1])

@@ -44,7 +44,6 @@ class DiesOnce(InFile):
         return super().begin(run, after=after)
 
     def close(self) -> None:
-        """Die, but not twice."""
         super().close()
         if not self._died.exists():
             self._died.touch()

@@ -33,5 +33,4 @@ def scrape(port: int) -> Scrape:
 
 
 def scraped_when(port: int, is_so: Callable[[Scrape], bool]) -> Scrape:
-    """Return the first answer for which `is_so` holds; who does not answer yet is asked again."""
     return answer_when(lambda: scrape(port), is_so)

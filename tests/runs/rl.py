@@ -119,7 +119,6 @@ class RlRun:
         return [process for _, process in sorted(found, key=lambda one: one[0])]
 
     def wait_for_step(self, step: int) -> None:
-        """Return as soon as `metrics.jsonl` has a line of `step`."""
         self.wait_for(lambda: last_step(self.run_dir) >= step, f"step {step}")
 
     def wait_for_output(self, text: str) -> None:
@@ -185,7 +184,6 @@ class CompletedRun:
 
 
 def complete(run: RlRun, timeout_s: float = END_TIMEOUT_S) -> CompletedRun:
-    """Wait for the end of a run and of all its processes."""
     code = run.wait(timeout_s)
     return CompletedRun(run.run_dir, code, run.output, run.survivors())
 

@@ -51,7 +51,6 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def install() -> None:
-    """Install SLURM where it is not; skip the test where that cannot be."""
     if shutil.which("slurmctld") and shutil.which("slurmd"):
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
@@ -119,7 +118,6 @@ class Job:
 
     @property
     def said(self) -> str:
-        """What it has printed, whenever it ran."""
         return self._output.read_text() if self._output.exists() else ""
 
     @property
@@ -128,7 +126,6 @@ class Job:
         return self._slurm.ask("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", self._number).strip()
 
     def wait_for(self, what: str, condition: Callable[[], object]) -> None:
-        """Return as soon as `condition` returns something true; `what` names it in the error."""
         deadline = time.monotonic() + HANG_S
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come: {self.state}\n{self.said}"

@@ -67,7 +67,6 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def resize(self, columns: int, lines: int) -> None:
-        """Change the size, as who pulls at the window does."""
         self._read()
         self._screen.resize(lines, columns)
         self._set_size(columns, lines)
@@ -116,7 +115,6 @@ class Terminal:
             time.sleep(0.02)
 
     def end(self) -> int:
-        """Wait for the end of the command; return its exit code."""
         deadline = time.monotonic() + HANG_S
         while self.process.poll() is None:
             self._read()  # or it waits for room in the terminal

@@ -23,7 +23,6 @@ PAIRS = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "pre
 
 
 def write_data(path: Path) -> Path:
-    """Write ragged samples of text and reversed text, and return the file."""
     generator = random.Random(0)
     with open(path, "w") as file:
         for _ in range(60):

@@ -29,7 +29,6 @@ from tests.unit.conftest import Command, Refused
 
 @pytest.fixture
 def run(run_command: Command, in_root: Path) -> Command:
-    """Run a command in this process; return its exit code and what it printed."""
     return run_command
 
 
@@ -268,7 +267,6 @@ def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
 
 @pytest.fixture
 def holdfast(run_command: Command) -> Command:
-    """Run `holdfast` in this process; return its exit code and what it printed."""
     return partial(run_command, "main")
 
 

@@ -218,7 +218,6 @@ def started(program: str, output: Path, *flags: str, gpus: int, gb: float = 0, f
 
 
 def resolved(output: Path, name: str) -> dict[str, Any]:
-    """Return the configuration that a dry run wrote for one process."""
     return tomli.loads((output / "configs" / "dry_run" / f"{name}.toml").read_text())
 
 

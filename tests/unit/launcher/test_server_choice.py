@@ -285,8 +285,6 @@ def test_a_server_with_another_model_is_left_alone(tmp_path: Path) -> None:
 
 
 class _NoHttp(BaseRequestHandler):
-    """Says something else, as an SSH server does."""
-
     def handle(self) -> None:
         self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
 

@@ -50,7 +50,6 @@ def test_every_function_of_a_way_is_used_by_a_file_before_it(way: list[Step]) ->
 
 
 def directories(home: Path, pattern: str) -> set[str]:
-    """Return the directories below `home` with files of that pattern."""
     return {str(path.parent.relative_to(home)) for path in home.rglob(pattern) if path.name != "__init__.py"}
 
 

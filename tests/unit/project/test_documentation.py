@@ -48,7 +48,6 @@ EVERYWHERE = [block for page in PAGES for block in blocks(page)]
 
 @pytest.fixture
 def checkout(in_tmp_path: Path) -> Checkout:
-    """An own checkout, which is also the working directory."""
     return Checkout(in_tmp_path)
 
 

@@ -27,7 +27,6 @@ _KILLED = (
 
 
 def told(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
-    """Return the exit code of the program in this process, and what it printed."""
     code = make_model.exit_code_of(lambda: make_model.main([str(word) for word in argv]))
     printed = capsys.readouterr()
     return code, printed.out + printed.err

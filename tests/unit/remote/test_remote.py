@@ -426,8 +426,6 @@ def _fail_once(
 
 
 class _Slow(RemoteCheckpoints):
-    """Uploads when it is allowed to."""
-
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.entered = threading.Event()
@@ -564,8 +562,6 @@ class TestUploader:
 
 
 class _Away:
-    """Lets every call of a store fail until it is over."""
-
     def __init__(
         self, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
     ) -> None:

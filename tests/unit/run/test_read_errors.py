@@ -29,7 +29,6 @@ from tests.builders.checkpoint_files import contents, write_checkpoint, write_we
 
 @pytest.fixture
 def three(run_dir: RunDir) -> RunDir:
-    """Return a run with the checkpoints of three steps."""
     for step in (10, 20, 30):
         write_checkpoint(run_dir, step, run_id=run_dir.run_id())
     return run_dir
@@ -114,7 +113,6 @@ def test_the_console_waits_for_lines_that_cannot_be_read(tmp_path: Path) -> None
 
 @pytest.fixture
 def store(three: RunDir, tmp_path: Path) -> str:
-    """Return the URL of a store with all three steps."""
     url = f"file://{tmp_path}/store"
     for step in three.committed_steps():
         RemoteCheckpoints(url).upload(three.checkpoint(step), step)

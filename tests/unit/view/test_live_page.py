@@ -35,7 +35,6 @@ def page(run_dir: RunDir) -> LivePage:
 
 @pytest.fixture
 def port(page: LivePage) -> Iterator[int]:
-    """The port at which the page is served."""
     server = WebServer(HOST, 0, page.answer)
     yield server.port
     server.close()

@@ -38,7 +38,6 @@ def figures_of(page: Path) -> dict[str, Any]:
 
 
 def text_of(page: Path) -> str:
-    """Return the page without its scripts."""
     return re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.S)
 
 

@@ -44,7 +44,6 @@ def check_shell(script: str) -> None:
 
 
 def put(program: Path, code: str) -> None:
-    """Have bash run `code` as a program of that name."""
     program.write_text(f"#!/bin/bash\n{code}\n")
     program.chmod(0o755)
 

@@ -115,7 +115,6 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
 
 
 def _own_fields(kind: type[BaseModel]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that a class brings, and their types."""
     inherited = {name for base in kind.__mro__[1:] for name in getattr(base, "model_fields", {})}
     yield from ((name, field.annotation) for name, field in kind.model_fields.items() if name not in inherited)
 
