@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,20 @@ def recorded(path: Path = FILE) -> dict[str, Any]:
         return {}
 
 
-def record(seconds: Mapping[str, float], path: Path = FILE) -> None:
-    """Put seconds of tests into the file; tests that did not run keep theirs. Several processes may do so. Tests of
-    files that are not below the directory of `path`, or no longer, are left out.
-    """
+def update(path: Path, values: Mapping[str, Any], is_kept: Callable[[str, Any], bool]) -> None:
+    """Put values of tests into a file; tests that did not run keep theirs. Several processes may do so."""
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         written = path.with_suffix(f".{os.getpid()}")
-        everything = {**recorded(path), **seconds}
-        files = {file for name in everything if (path.parent / (file := name.partition("::")[0])).exists()}
-        kept = {name: took for name, took in everything.items() if name.partition("::")[0] in files}
+        kept = {name: value for name, value in {**recorded(path), **values}.items() if is_kept(name, value)}
         written.write_text(json.dumps(kept, indent=0, sort_keys=True))
         written.replace(path)
+
+
+def record(seconds: Mapping[str, float], path: Path = FILE) -> None:
+    """Put seconds of tests into the file. Tests of files that are not there, below its directory, are left out."""
+    is_there = cache(lambda file: (path.parent / file).exists())
+    update(path, seconds, lambda name, _: is_there(name.partition("::")[0]))
 
 
 def seconds_of_files(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -1,14 +1,11 @@
 """Which tests were skipped when they ran last, and why: a file that every run brings up to date. Git ignores it."""
 
-import fcntl
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.lanes.durations import ROOT, recorded
+from tests.lanes.durations import ROOT, recorded, update
 
 NAME = ".skipped.json"
 FILE = ROOT / NAME
@@ -31,13 +28,8 @@ def is_excused(reason: str) -> bool:
 
 
 def record(reasons: Mapping[str, str | None], path: Path = FILE) -> None:
-    """Put reasons of tests into the file, None of those that were not skipped. Several processes may do so."""
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        written = path.with_suffix(f".{os.getpid()}")
-        known = {**skipped(path), **reasons}
-        written.write_text(json.dumps({name: reason for name, reason in known.items() if reason}, indent=0))
-        written.replace(path)
+    """Put reasons of tests into the file, None of those that were not skipped."""
+    update(path, reasons, lambda _, reason: bool(reason))
 
 
 class Skips:

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ def run_of(path: Path, *steps: int, program: str = "sft", attempt: int = 1, **se
     for step in steps:
         write_checkpoint(run_dir, step)
     return run_dir
+
+
+def finishes(run_dir: RunDir) -> Callable[..., int]:
+    """Return what stands for the evaluation of a step of `run_dir`."""
+
+    def run(_: EvaluateConfig, directory: RunDir, __: object) -> int:
+        shutil.rmtree(directory.path)
+        evaluated(run_dir, int(directory.path.name.removeprefix("step_")))
+        return 0
+
+    return run
 
 
 def test_due_are_the_beginning_every_interval_and_the_end(tmp_path: Path) -> None:
@@ -189,13 +201,8 @@ def test_a_damaged_checkpoint_keeps_no_other_step_from_its_evaluation(
         verify(run_dir.checkpoint(step))
         return path / name_of_export(run_dir, step)
 
-    def finishes(_: EvaluateConfig, directory: RunDir, __: object) -> int:
-        shutil.rmtree(directory.path)
-        evaluated(run_dir, 10)
-        return 0
-
     monkeypatch.setattr(evaluate_follow, "weights_of_step", weights)
-    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes)
+    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes(run_dir))
     flags = ("--environments", json.dumps(ENVIRONMENTS), "--follow")
     code, out, err = run_command("evaluate", "--run", run_dir.path, *flags)
     assert run_dir.is_evaluated(10) and f"WARNING: step 5 is not evaluated: {damaged} is damaged" in out
@@ -436,12 +443,7 @@ def test_results_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     run_dir = run_of(tmp_path / "run")
     config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
 
-    def finishes(_: EvaluateConfig, directory: RunDir, __: object) -> int:
-        shutil.rmtree(directory.path)
-        evaluated(run_dir, 0)
-        return 0
-
-    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes)
+    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes(run_dir))
     with as_json_lines() as lines:
         code = evaluate_follow._evaluate_step(config, FollowedRun.read(run_dir.path), 0, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
         lines.close_with(code)

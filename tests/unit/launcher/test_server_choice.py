@@ -6,13 +6,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from socketserver import BaseRequestHandler, TCPServer
+from socketserver import BaseRequestHandler
 from typing import Any
 
 import msgspec
@@ -34,7 +33,7 @@ from holdfast.launcher.server_choice import (
 from holdfast.protocol.inference import ServedWeights
 from holdfast.run.run_dir import RunDir, directory_name
 from tests.runs.ports import free_port
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, serving
 
 HOST = "127.0.0.1"
@@ -72,6 +71,27 @@ def offered(**told: Any) -> Iterator[tuple[FakeEngine, int, ExitStack]]:
     engine = FakeEngine(**told)
     with serving(engine), ExitStack() as stack:
         yield engine, int(engine.url.rsplit(":", 1)[1]), stack
+
+
+@contextmanager
+def answering(handler: type[BaseRequestHandler], port: int = 0) -> Iterator[int]:
+    """Have something that is no inference server answer; give its port."""
+    with HTTPServer((HOST, port), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def held(port: int) -> Iterator[None]:
+    reservation = reserve(HOST, port)
+    assert reservation is not None
+    yield
+    reservation.release()
 
 
 def explicit(directory: Path, port: int) -> Launcher:
@@ -119,13 +139,10 @@ def test_several_servers_get_ports_in_a_row(tmp_path: Path, first_port: int) -> 
         assert lines[0] == ""
         assert lines[1].endswith(f"the inference servers of this run get {first_port + 3} to {first_port + 5}")
     # One in the middle: the row begins behind it.
-    held = reserve(HOST, first_port + 1)
-    assert held is not None
-    with ExitStack() as stack:
+    with held(first_port + 1), ExitStack() as stack:
         launcher = several(tmp_path / "2", first_port)
         assert launcher.choose(stack).starts_own
         assert launcher.config.inference.server.port == first_port + 2
-    held.release()
 
 
 def test_several_servers_at_ports_that_were_named_are_started_there_or_nowhere(tmp_path: Path, first_port: int) -> None:
@@ -133,11 +150,8 @@ def test_several_servers_at_ports_that_were_named_are_started_there_or_nowhere(t
     with ExitStack() as stack:
         assert several(tmp_path / "0", first_port, *named).choose(stack) == Servers(True, "")
         refused(several(tmp_path / "1", first_port, *named), stack, f"{first_port} is in use.* choose another port")
-    last = reserve(HOST, first_port + 2)
-    assert last is not None
-    with ExitStack() as stack:
+    with held(first_port + 2), ExitStack() as stack:
         refused(several(tmp_path / "2", first_port, *named), stack, f"{first_port + 2} is in use")
-    last.release()
     with ExitStack() as stack:
         assert several(tmp_path / "3", first_port, *named).choose(stack).starts_own, "what it held was given back"
 
@@ -162,14 +176,14 @@ def test_launchers_of_the_same_moment_never_get_the_same_port(first_port: int) -
 
     def launch(_: int) -> Reservation:
         start.wait()
-        (held,) = reserve_first_free(HOST, first_port)
-        return held
+        (reservation,) = reserve_first_free(HOST, first_port)
+        return reservation
 
     with ThreadPoolExecutor(8) as pool:
-        ports = list(pool.map(launch, range(8)))
-    assert len({held.port for held in ports}) == 8
-    for held in ports:
-        held.release()
+        reservations = list(pool.map(launch, range(8)))
+    assert len({one.port for one in reservations}) == 8
+    for one in reservations:
+        one.release()
 
 
 _RESERVES = f"import os; from holdfast.launcher.server_choice import reserve; held = reserve('{HOST}', PORT)"
@@ -186,9 +200,8 @@ def test_a_port_is_held_until_its_holder_is_killed(then: str, first_port: int) -
         assert process.stdout is not None and process.stdout.readline() == b"holds\n"
         assert reserve(HOST, first_port) is None
         process.kill()
-    again = reserve(HOST, first_port)
-    assert again is not None
-    again.release()
+    with held(first_port):
+        pass
 
 
 def test_a_free_server_at_the_default_address_is_used_owned_and_given_back(tmp_path: Path) -> None:
@@ -231,8 +244,7 @@ def started_again(directory: Path, port: int, stack: ExitStack, left: ExitStack,
     before = told().count(WAITING)
     thread = threading.Thread(target=lambda: found.append(explicit(directory, port).choose(stack)))
     thread.start()
-    while told().count(WAITING) == before and thread.is_alive():
-        time.sleep(0.01)
+    wait_until(lambda: told().count(WAITING) > before or not thread.is_alive())
     left.close()
     thread.join()
     return found[0]
@@ -291,12 +303,7 @@ class _NoHttp(BaseRequestHandler):
 
 @pytest.mark.parametrize("handler", [BaseHTTPRequestHandler, _NoHttp])
 def test_a_program_that_is_not_ours_is_passed_by(tmp_path: Path, handler: type[BaseRequestHandler]) -> None:
-    with TCPServer((HOST, 0), handler) as server, ExitStack() as stack:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(server.shutdown)
-        foreign = server.server_address[1]
+    with answering(handler) as foreign, ExitStack() as stack:
         launcher = Launcher(tmp_path, foreign)
         servers = launcher.choose(stack)
         assert servers.starts_own and launcher.port > foreign
@@ -315,11 +322,9 @@ def test_a_launcher_claims_its_server_as_long_as_it_lives(tmp_path: Path, monkey
 
         engine.on_claim = refuse_for_a_while
         engine.owner = None  # restarted
-        while engine.owner is None:
-            time.sleep(0.01)
+        wait_until(lambda: engine.owner is not None)
         RunDir(tmp_path).create()
-        while engine.owner != RunDir(tmp_path).run_id():
-            time.sleep(0.01)
+        wait_until(lambda: engine.owner == RunDir(tmp_path).run_id())
         stack.close()
         assert engine.owner is None
 
@@ -344,11 +349,8 @@ def test_a_server_that_cannot_be_given_back_is_told(tmp_path: Path, capsys: pyte
                 port = int(engine.url.rsplit(":", 1)[1])
                 Launcher(tmp_path / name, port).choose(stack)
             if name == "replaced":
-                with HTTPServer((HOST, port), BaseHTTPRequestHandler) as stranger:
-                    thread = threading.Thread(target=stranger.handle_request)
-                    thread.start()
+                with answering(BaseHTTPRequestHandler, port):
                     stack.close()
-                    thread.join()
         told = capsys.readouterr().out
         assert ("was not given back, so other runs cannot use it yet: HTTP Error 501" in told) is (name == "replaced")
 
@@ -378,12 +380,8 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
         def do_POST(self) -> None:
             self.close_connection = True
 
-    with HTTPServer((HOST, 0), Ending) as server, ExitStack() as stack:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        refused(explicit(tmp_path, server.server_port), stack, r"gave no answer \(Remote end closed connection")
-        server.shutdown()
-        thread.join()
+    with answering(Ending) as port, ExitStack() as stack:
+        refused(explicit(tmp_path, port), stack, r"gave no answer \(Remote end closed connection")
 
 
 def test_a_server_claimed_before_a_wait_is_returned(tmp_path: Path, told: Callable[[], str], ending_s: None) -> None:
@@ -393,9 +391,7 @@ def test_a_server_claimed_before_a_wait_is_returned(tmp_path: Path, told: Callab
         launcher = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}", "{ending.url}"]')
         thread = threading.Thread(target=lambda: launcher.choose(stack))
         thread.start()
-        while WAITING not in told():
-            assert thread.is_alive()
-            time.sleep(0.01)
+        wait_until(lambda: WAITING in told() or not thread.is_alive())
         ending.owner = None
         thread.join()
         assert free.claims >= 2 and free.owner == ending.owner == RunDir(tmp_path).run_id()

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from holdfast.launcher.cluster.hosts import LocalProcess
 from holdfast.launcher.supervisor import Child, Supervisor, end_of_log, error_message, last_lines
 from holdfast.process.child import LAUNCHER_ENV
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
 Ends = Callable[..., bool]
@@ -26,9 +25,8 @@ def python(code: str) -> list[str]:
 
 
 def _wait_for(child: Child, text: str) -> None:
-    while text not in child.log.read_text():
-        assert child.process.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: text in child.log.read_text() or child.process.poll() is not None)
+    assert text in child.log.read_text()
 
 
 def test_a_run_is_over_when_every_worker_did_its_work(tmp_path: Path) -> None:
@@ -198,10 +196,8 @@ def test_what_a_child_started_outlives_a_launcher_that_is_killed(tmp_path: Path,
     )
     log = tmp_path / "child.log"
     launcher = subprocess.Popen([sys.executable, "-c", launch, str(log)], stdin=subprocess.PIPE)
-    while not log.exists() or len(words := log.read_text().split()) < 2:
-        assert launcher.poll() is None
-        time.sleep(0.01)
-    grandchild = int(words[1])
+    wait_until(lambda: log.exists() and len(log.read_text().split()) == 2)
+    grandchild = int(log.read_text().split()[1])
     child = int(Path(f"/proc/{grandchild}/stat").read_text().split()[3])
     launcher.kill()
     launcher.communicate()
@@ -245,9 +241,7 @@ def test_a_child_is_started_again_when_what_the_dead_one_started_has_let_go(tmp_
     )
     with Supervisor() as supervisor:
         child = supervisor.start("a", python(code), tmp_path / "a.log", environment={})
-        while not (tmp_path / "holds").exists():
-            assert child.process.poll() is None
-            time.sleep(0.01)
+        wait_until((tmp_path / "holds").exists)
         os.kill(child.process.pid, signal.SIGKILL)
         again = supervisor.restart(child)
         again.process.wait()

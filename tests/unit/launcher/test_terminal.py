@@ -6,17 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import msgspec
 import pytest
+from fastapi import FastAPI
 
-from holdfast.config import InferenceConfig, SftConfig
+from holdfast.config import SftConfig
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
@@ -26,8 +21,9 @@ from holdfast.launcher.server_choice import _look
 from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.client.http import HttpTransport
 from holdfast.process.child import _LossyFile
-from holdfast.protocol.inference import ServedWeights
-from tests.runs.processes import HANG_S
+from tests.runs.processes import wait_until
+from tests.servers.orchestrator_fakes import MODEL, FakeEngine, serving
+from tests.servers.quick_server import served
 
 
 @pytest.mark.usefixtures("restored_signals")
@@ -73,34 +69,6 @@ def test_the_console_outlives_who_reads_it() -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-class _Server(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        served = ServedWeights(None, None, "m", uid=os.getuid(), boot_id="first", owner=None)
-        self.wfile.write(msgspec.json.encode(served))
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-
-class _Proxy(_Server):
-    def do_GET(self) -> None:
-        self.send_response(503)
-        self.end_headers()
-
-
-@contextmanager
-def _serving(kind: type[BaseHTTPRequestHandler]) -> Iterator[int]:
-    server = HTTPServer(("127.0.0.1", 0), kind)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server.server_port
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 async def _ask_as_orchestrator(url: str) -> bytes:
     transport = HttpTransport(ClientConfig(urls=[url]), key="client")
     try:
@@ -112,18 +80,15 @@ async def _ask_as_orchestrator(url: str) -> bytes:
 def test_proxies_never_meet_the_servers_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with _serving(_Server) as port, _serving(_Proxy) as proxy:
+    engine = FakeEngine()
+    with serving(engine), served(FastAPI()) as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy}")
-        config = InferenceConfig.model_validate({"server": {"port": port}})
-        served = _look(config.server.url)
-        assert served is not None and served.model == "m"
-        assert b'"model":"m"' in asyncio.run(_ask_as_orchestrator(config.server.url))
-        probe = HealthProbe(Health(f"{config.server.url}/health"), 0.05)
-        deadline = time.monotonic() + HANG_S
-        while not probe.silent_s():  # 0 before the first good answer
-            assert time.monotonic() < deadline, "no answer reached the probe"
-            time.sleep(0.01)
+            monkeypatch.setenv(name, proxy)
+        found = _look(engine.url)
+        assert found is not None and found.model == MODEL
+        assert f'"model":"{MODEL}"'.encode() in asyncio.run(_ask_as_orchestrator(engine.url))
+        probe = HealthProbe(Health(f"{engine.url}/health"), 0.05)
+        wait_until(probe.silent_s, "an answer to the probe")  # 0 before the first good one
 
 
 TORCHRUN = {

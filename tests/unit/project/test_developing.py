@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.pages.additions import PAGE, Copy
-from tests.pages.documentation import PAGES, blocks, prose
+from tests.pages.documentation import PAGES, blocks, prose, section
 
 CHECKED = {"Add a policy loss", "Add an advantage", "Add a command", "Add an environment", "Add a metric", "Add a test"}
 
@@ -66,8 +67,6 @@ def test_an_advantage_is_a_function_and_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.docs
 def test_a_command_is_a_file_and_a_line(tmp_path: Path) -> None:
-    from holdfast.run.run_dir import RunDir
-
     copy = Copy(tmp_path / "copy", "Add a command")
     RunDir(tmp_path / "outputs" / "first").create()
     assert copy.python("-m", "holdfast", "runs", str(tmp_path / "outputs")) == "first -\n"
@@ -101,15 +100,9 @@ def test_all_additions_together_keep_the_import_contracts(tmp_path: Path) -> Non
 def test_every_addition_of_the_page_is_tried() -> None:
     titles = re.findall(r"^## (.*)$", prose(PAGE), re.MULTILINE)
     assert set(titles) >= CHECKED
-    tried = [block for title in CHECKED for block in _additions(title)]
-    assert len(tried) == sum(bool(block.option("add") or block.option("of")) for block in blocks(PAGE)) > 4
-
-
-def _additions(title: str) -> list[object]:
-    from tests.pages.documentation import section
-
-    lines = section(PAGE, title)
-    return [block for block in blocks(PAGE) if block.line in lines and (block.option("add") or block.option("of"))]
+    lines = {line for title in CHECKED for line in section(PAGE, title)}
+    additions = [block.line for block in blocks(PAGE) if block.option("add") or block.option("of")]
+    assert len(additions) > 4 and lines.issuperset(additions)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,13 +13,17 @@ import pytest
 import yaml
 from fastapi import Response
 
-from holdfast import errors
+from holdfast import JudgeConfig, TaskSeed, errors, judging
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.cli import COMMANDS
 from holdfast.config import InferenceConfig, RlConfig
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.resolved import FREE
 from holdfast.launcher import failures, liveness, server_choice
+from holdfast.orchestrator.client import http, pool
+from holdfast.orchestrator.env import guard
 from holdfast.run import record_log
+from tests.builders.scripted_sessions import scripted_session
 from tests.conftest import BASE, ROOT
 from tests.forking.commands import shared_commands
 from tests.integration.test_documented_commands import STARTED
@@ -148,20 +152,11 @@ def play(environment: Any, index: int, answers: list[str]) -> tuple[Any, Any]:
     """Play one session in which the policy says `answers`; return its task and the session. What asks without a prompt
     of its own begins with none.
     """
-    from holdfast.chat.tokenizer import load_tokenizer
-    from holdfast.orchestrator.env.interface import Session, TaskSeed
-    from holdfast.protocol.inference import Completion
-    from holdfast.protocol.rollouts import Logprobs, TokenIds
-
     tokenizer = load_tokenizer(str(BASE))
     task = environment.make_task(TaskSeed(0, "documented", index))
-
-    async def say(token_ids: list[int], turn: int, max_tokens: int) -> Completion:
-        ids = [*tokenizer.encode(answers[turn]), tokenizer.stop_token_ids[0]]
-        return Completion(TokenIds(ids), Logprobs([-1.0] * len(ids)), "stop", [])
-
     prompt = tokenizer.prompt(task.prompt) if task.prompt else []
-    session = Session(prompt, tokenizer=tokenizer, sample_turn=say, seq_len=256, max_tokens=16)
+    turns = [[*tokenizer.encode(answer), tokenizer.stop_token_ids[0]] for answer in answers]
+    session = scripted_session(tokenizer, prompt, turns, seq_len=256, max_tokens=16)
     asyncio.run(environment.run(session, task))
     return task, session
 
@@ -172,8 +167,6 @@ def scores_of(environment: Any, task: Any, *sessions: Any) -> list[float]:
 
 def test_the_environment_of_the_readme_asks_for_the_last_letters_backwards(documented: Checkout) -> None:
     from last_letters import LastLetters  # type: ignore[import-not-found]
-
-    from holdfast.orchestrator.env.interface import TaskSeed
 
     tasks = [LastLetters().make_task(TaskSeed(0, "last_letters", index)) for index in range(50)]
     words = [task.prompt[0].content for task in tasks]
@@ -191,9 +184,6 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     from shout import Shout  # type: ignore[import-not-found]
     from warmer import Warmer  # type: ignore[import-not-found]
 
-    from holdfast.orchestrator.env.guard import checked_scores
-    from holdfast.orchestrator.env.interface import TaskSeed
-
     words = ["yes", "no"]
     for environment, expected in ((Shout(words), [1.0, 0.0]), (Shortest(words), [1, 0.5])):
         task, session = play(environment, 1, ["x"])
@@ -209,13 +199,11 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     assert len(lost.texts) == 4 and scores_of(Guessing(), task, lost) == [0.0]
     (score,) = asyncio.run(Warmer().score(task, [session]))
     assert (score.reward, score.turn_rewards) == (1.0, [0.5, 0.5, 1.0])
-    assert checked_scores([score], [session], what="documented") == [score]  # type: ignore[list-item]
+    assert guard.checked_scores([score], [session], what="documented") == [score]  # type: ignore[list-item]
 
 
 def test_the_judged_environment_of_its_page_asks_and_is_answered(documented: Checkout) -> None:
     from polite import Polite  # type: ignore[import-not-found]
-
-    from holdfast import JudgeConfig, judging
 
     async def scores() -> list[float]:
         async with judging():
@@ -234,7 +222,6 @@ def test_the_judged_environment_of_its_page_asks_and_is_answered(documented: Che
 def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:
     from prices import Prices  # type: ignore[import-not-found]
 
-    from holdfast.orchestrator.env.interface import TaskSeed
     from tests.unit.orchestrator.env.test_environment_tools import called
     from tests.unit.orchestrator.env.test_environment_tools import play as play_with_tools
 
@@ -250,8 +237,6 @@ def test_the_tools_of_their_page_look_up_and_add(documented: Checkout) -> None:
 
 def test_the_harness_of_their_page_asks_twice(documented: Checkout) -> None:
     from asked import Asked  # type: ignore[import-not-found]
-
-    from holdfast.orchestrator.env.interface import TaskSeed
 
     said = [Asked().make_task(TaskSeed(0, "documented", 1)).answer, "x"]
     task, session = play(Asked(), 1, said)
@@ -319,9 +304,6 @@ def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
 
 
 def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
-    from holdfast.orchestrator.client import http, pool
-    from holdfast.orchestrator.env import guard
-
     page = " ".join(guarantees.PAGE.read_text().split())
     for text in (
         f"again after {pool.FIRST_BACKOFF_S:g} s, then twice as long each time up to {pool.LAST_BACKOFF_S:g} s",

@@ -16,14 +16,13 @@ from holdfast.run.checkpoints import BestMetric, Kind, Retention, describe_found
 from holdfast.run.manifest import (
     MANIFEST_NAME,
     FileEntry,
-    Manifest,
     describe_files,
     file_digest,
     is_committed,
     library_versions,
     verify,
-    write_manifest,
 )
+from holdfast.run.run_dir import RunDir
 from tests.builders import checkpoint_files
 
 
@@ -178,23 +177,9 @@ def test_without_keep_all_stay_and_the_configuration_is_taken_over() -> None:
     assert retention.superseded(saved, protected=[5]) == [2, 3, 6, 7]
 
 
-FILES = {"trainer/__0_0.distcp": bytes(range(256)) * 5, "trainer/.metadata": b"metadata", "empty": b"",
-         "orchestrator/state.json": b'{"step": 3}'}  # fmt: skip
-
-
 @pytest.fixture
 def committed(tmp_path: Path) -> Path:
-    directory = tmp_path / "step_3"
-    make(directory)
-    return directory
-
-
-def make(directory: Path) -> None:
-    for name, content in FILES.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(content)
-    listing = Manifest(kind="checkpoint", step=3, policy_version=3, files=describe_files(directory))
-    write_manifest(directory, listing)
+    return checkpoint_files.write_checkpoint(RunDir(tmp_path), 3)
 
 
 def damage(directory: Path) -> str:
@@ -204,7 +189,7 @@ def damage(directory: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("name", ["a_first.txt", "trainer/__0.distcp", "trainer/.metadata", "orchestrator/empty"])
 def test_a_directory_in_the_place_of_a_file_is_named(name: str, committed: Path) -> None:
     assert verify(committed).files == describe_files(committed), "which do not list the manifest itself"
     (committed / name).unlink()

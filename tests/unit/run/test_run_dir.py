@@ -28,7 +28,8 @@ def commit(run_dir: RunDir, step: int) -> Path:
 
 def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
-    assert not run_dir.holds_run() and run_dir.committed_steps() == [] and run_dir.next_attempt() == 1
+    assert not run_dir.holds_run() and run_dir.forked_from() is None
+    assert run_dir.committed_steps() == [] and run_dir.next_attempt() == 1
     assert run_dir.clear_leftovers() == [] and set_aside_after(run_dir, 0, 1) == []
     assert not (tmp_path / "run").exists()
     for attempt in (2, 10):
@@ -195,10 +196,3 @@ def test_damaged_alone_is_no_fresh_start(run_dir: RunDir, wanted: Literal["lates
     (commit(run_dir, 5) / file).unlink()
     with pytest.raises(CheckpointError, match=f"every checkpoint is damaged: .*{file} is missing"):
         resolve_resume_step(run_dir, wanted, say=lambda _: None)
-
-
-def test_a_run_remembers_what_it_was_forked_from_and_keeps_its_id(run_dir: RunDir) -> None:
-    assert run_dir.forked_from() is None and RunDir(run_dir.path / "nowhere").forked_from() is None
-    before = run_dir.run_id()
-    run_dir.create(forked_from={"run_id": "other", "step": 3, "path": "/other/checkpoints/step_3"})
-    assert run_dir.forked_from() == "/other/checkpoints/step_3" and run_dir.run_id() == before
