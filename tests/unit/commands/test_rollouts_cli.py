@@ -72,6 +72,11 @@ def state_after(step: int) -> Accepted:
     return Accepted(step, 2 * step + 1, 4 * step + 2, 100 * step + 10, dropped={"timeout": Counts(1, 2, 10)})
 
 
+def publish(run_dir: RunDir, step: int, **changes: Any) -> None:
+    batch = msgspec.structs.replace(make_batch(step), **changes)
+    publish_batch(run_dir, batch, msgspec.json.encode(state_after(step)))
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     """Batches 2, 3 and 4, as retention leaves them."""
@@ -80,7 +85,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     settings = f'[model]\nname = "{BASE}"\n'.encode()
     atomic.write_file(run_dir.configs(1) / "orchestrator.toml", settings)
     for step in (2, 3, 4):
-        publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
+        publish(run_dir, step)
     return run_dir
 
 
@@ -103,8 +108,7 @@ def test_stats_has_a_line_per_batch(rollouts: Command, run_dir: RunDir) -> None:
     code, out, _ = rollouts("stats", "3-4", "--output-dir", run_dir.path)
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "3", "4", "up"]
     assert [line["step"] for line in document(rollouts, run_dir, "stats", "4", "latest", "2")["batches"]] == [4, 2]
-    single = msgspec.structs.replace(make_batch(5), rollouts=make_batch(5).rollouts[:1])
-    publish_batch(run_dir, single, msgspec.json.encode(state_after(5)))
+    publish(run_dir, 5, rollouts=make_batch(5).rollouts[:1])
     (line,) = document(rollouts, run_dir, "stats", "5")["batches"]
     assert [line[name] for name in ("rollouts", "tokens_mean", "reward_std")] == [1, length, 0]
 
@@ -159,10 +163,9 @@ def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir)
 
 
 def test_the_branches_of_a_rollout_are_told_apart(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
-    batch = make_batch(5)
-    split = batch.rollouts[1]
+    first, split, *others = make_batch(5).rollouts
     split.branch_starts = (0, len(encode(PROMPT + ANSWER)))
-    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+    publish(run_dir, 5, rollouts=[first, split, *others])
     one, other = document(rollouts, run_dir, "show", "5", "--problem", "0")["rollouts"]
     assert (one["branches"], other["branches"]) == (1, 2)
     assert [turn["branch"] for turn in one["turns"]] == [0, 0, 0, 0]
@@ -188,19 +191,14 @@ def test_without_a_tokenizer_the_ids_are_shown(rollouts: Command, run_dir: RunDi
     assert code == 0 and "there is no tokenizer.json in any model of the run" in out
 
 
-def test_a_batch_of_rounds_names_all_its_weights(rollouts: Command, run_dir: RunDir) -> None:
-    batch = msgspec.structs.replace(make_batch(5), older_digests={2: "o" * 32})
-    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+def test_a_batch_names_all_weights_that_have_sampled_it_or_the_teacher(rollouts: Command, run_dir: RunDir) -> None:
+    publish(run_dir, 5, older_digests={2: "o" * 32})
+    publish(run_dir, 6, weights_digest="", teacher_digest="t" * 32)
     _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
     assert f"sampled by version 4 with digest {'d' * 32}, version 2 with digest {'o' * 32} at" in out
     assert document(rollouts, run_dir, "show", "5")["older_digests"] == {"2": "o" * 32}
-
-
-def test_a_batch_of_a_teacher_says_so(rollouts: Command, run_dir: RunDir) -> None:
-    batch = msgspec.structs.replace(make_batch(5), weights_digest="", teacher_digest="t" * 32)
-    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
-    _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
-    assert f"batch 5, sampled by the teacher with digest {'t' * 32} at temperature 0.5, min_p 0.25" in out
+    _, out, _ = rollouts("show", "6", "--output-dir", run_dir.path)
+    assert f"batch 6, sampled by the teacher with digest {'t' * 32} at temperature 0.5, min_p 0.25" in out
 
 
 def test_what_was_set_aside_is_shown_by_its_path(rollouts: Command, run_dir: RunDir) -> None:
@@ -270,8 +268,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 
 def test_a_trace_of_what_a_teacher_sampled_names_the_teacher(rollouts: Command, run_dir: RunDir) -> None:
     made = [msgspec.structs.replace(one, versions=[]) for one in make_batch(5).rollouts]
-    batch = msgspec.structs.replace(make_batch(5), rollouts=made, weights_digest="", teacher_digest="e" * 32)
-    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
+    publish(run_dir, 5, rollouts=made, weights_digest="", teacher_digest="e" * 32)
     code, out, _ = rollouts("trace", "5", "0", "--output-dir", run_dir.path)
     assert code == 0 and out.splitlines()[-1] == f"sampled by the teacher with digest {'e' * 32}"
     code, _, err = rollouts("trace", "5", "0", "--server", "http://localhost:1", "--output-dir", run_dir.path)
@@ -307,17 +304,17 @@ def test_looking_imports_nothing_heavy(words: str, run_dir: RunDir) -> None:
     assert "HEAVY []" in done.stdout
 
 
-def test_a_mix_of_distributions_is_shown_and_exported_by_environment(run_command: Command, run_dir: RunDir) -> None:
-    batch = make_batch(5)
-    for rollout in batch.rollouts:
+def test_a_mix_of_distributions_is_shown_and_exported_by_environment(rollouts: Command, run_dir: RunDir) -> None:
+    made = make_batch(5).rollouts
+    for rollout in made:
         rollout.sampling = {"a": Sampling(), "b": Sampling(0.5, top_k=7)}[rollout.environment]
-    publish_batch(run_dir, batch, msgspec.json.encode(state_after(5)))
-    code, out, _ = run_command("rollouts", "show", "5", "--output-dir", run_dir.path)
+    publish(run_dir, 5, rollouts=made)
+    code, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
     assert code == 0 and f"digest {'d' * 32}\n  a at temperature 1\n  b at temperature 0.5, top_k 7\n" in out
-    code, out, _ = run_command("rollouts", "show", "5", "--json", "--output-dir", run_dir.path)
-    assert json.loads(out)["sampling"]["b"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 7, "min_p": 0.0}
+    sampling = document(rollouts, run_dir, "show", "5")["sampling"]
+    assert sampling["b"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 7, "min_p": 0.0}
     target = run_dir.path / "exported.jsonl"
-    assert run_command("rollouts", "export", "5", "--to", target, "--output-dir", run_dir.path)[0] == 0
+    document(rollouts, run_dir, "export", "5", "--to", target)
     lines = [json.loads(line) for line in target.read_bytes().splitlines()]
     written = {(line["environment"], line["temperature"], line["top_k"]) for line in lines}
     assert written == {("a", 1.0, 0), ("b", 0.5, 7)}

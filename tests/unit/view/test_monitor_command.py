@@ -18,6 +18,7 @@ from holdfast.process.events import append
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir
 from holdfast.view.follow import ObservedRun
+from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.processes import HANG_S, catches, wait_until
 from tests.unit.conftest import Command, Refused
@@ -103,18 +104,15 @@ def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, step
 
 def test_what_is_known_stays_while_the_storage_is_away(run_dir: RunDir) -> None:
     observed = ObservedRun(run_dir, "run")
-    identity, aside = run_dir.path / "run.json", run_dir.path / "aside"
-    identity.rename(aside)
-    identity.symlink_to("/proc/self/mem")  # the kernel answers with an I/O error for address 0 of a process
-    observed.look()
+    identity = run_dir.path / "run.json"
+    with unreadable(identity):
+        observed.look()
     assert observed.status == "unreadable" and observed.since == "(Input/output error)"
-    aside.replace(identity)
     run_dir.metrics.write_text('{"step": 1}\n')
     observed.look()
     assert (observed.status, observed.state.step) == ("stopped", 1)
-    identity.rename(aside)
-    identity.symlink_to("/proc/self/mem")
-    observed.look()
+    with unreadable(identity):
+        observed.look()
     assert (observed.status, observed.state.step) == ("stopped", 1)
     identity.unlink()
     observed.look()
@@ -201,10 +199,8 @@ def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
     assert line == f"last checkpoint: step 5 in {path}; to continue, give the same command again"
     write_checkpoint(run_dir, 20)
     assert lines(20, 0)[0].endswith("--ckpt.resume-step latest and a larger --max-steps")
-    manifest = path / "manifest.json"
-    manifest.unlink()
-    manifest.symlink_to("/proc/self/mem")  # the kernel answers with an I/O error for address 0 of a process
-    assert lines(20, 0)[0].startswith(f"cannot list the checkpoints: {manifest} cannot be read")
+    with unreadable(manifest := path / "manifest.json"):
+        assert lines(20, 0)[0].startswith(f"cannot list the checkpoints: {manifest} cannot be read")
 
 
 def test_a_signal_ends_a_long_wait(tmp_path: Path) -> None:

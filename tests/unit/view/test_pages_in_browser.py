@@ -9,23 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.report import make_journal, measure
-from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds
+from holdfast.protocol.rollouts import TokenIds
 from holdfast.run import atomic
-from holdfast.run.journal import publish_batch
 from holdfast.run.run_dir import RunDir
 from holdfast.view import serve
 from holdfast.view.serve import HOST, LivePage, WebServer
 from tests.builders.evaluations import evaluated
+from tests.builders.sampled_rollouts import sampled_rollout
 from tests.builders.shown_runs import make_run
 from tests.conftest import BASE
 from tests.runs.browser import OpenPage, browser_command
 from tests.runs.ports import free_port
-from tests.unit.commands.test_rollouts_cli import state_after
+from tests.unit.commands.test_rollouts_cli import publish
 from tests.unit.conftest import Command
 from tests.unit.view.test_live_page import train
 from tests.unit.view.test_report import figures_of, text_of
@@ -52,12 +51,8 @@ def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: Com
     with open(run_dir.logs(2) / "events.jsonl", "a") as file:
         file.write(f"\n{json.dumps(told)}\n")
     ids = Tokenizer.from_file(str(BASE / "tokenizer.json")).encode(HOSTILE, add_special_tokens=False).ids
-    rollout = Rollout(
-        environment=HOSTILE, task_id=0, sample_index=0, token_ids=TokenIds(ids), loss_mask=LossMask([True] * len(ids)),
-        logprobs=Logprobs([-0.5] * len(ids)), versions=[],
-    )  # fmt: skip
-    batch = Batch(step=2, policy_version=1, weights_digest="d" * 32, rollouts=[rollout])
-    publish_batch(run_dir, batch, msgspec.json.encode(state_after(2)))
+    rollout = sampled_rollout(0.0, sampled=len(ids) - 1, environment=HOSTILE, token_ids=TokenIds(ids))
+    publish(run_dir, 2, rollouts=[rollout])
     page = tmp_path / "page.html"
     assert run_command("report", run_dir.path, "--to", page)[0] == 0
     shown, said = opened(page, tmp_path / "profile")

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from holdfast.commands import ckpt, rollouts
 from holdfast.commands.ckpt_dirs import CheckpointDirs
 from holdfast.launcher.resume.resume_step import set_aside_after
 from holdfast.run.atomic import remove_directory
-from holdfast.run.journal import publish_batch
 from holdfast.run.run_dir import RunDir
 from holdfast.view.follow import ObservedRun
 from holdfast.view.monitor import document_of
@@ -27,7 +25,7 @@ from holdfast.view.run_data import read_run
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import make_run
-from tests.unit.commands.test_rollouts_cli import make_batch, state_after
+from tests.unit.commands.test_rollouts_cli import publish
 
 pytestmark = pytest.mark.clock
 
@@ -68,7 +66,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     run_dir = make_run(tmp_path / "run", steps=6, resumed_from=(2,))
     for step in (2, 3, 4):
         write_checkpoint(run_dir, step)
-        publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
+        publish(run_dir, step)
     for step in (2, 4):
         evaluated(run_dir, step)
     return run_dir

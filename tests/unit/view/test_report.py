@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -13,25 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.run import atomic
-from holdfast.run.journal import publish_batch
 from holdfast.run.run_dir import RunDir
 from holdfast.view.charts import MAX_BLOCKS, PHASE_COLOURS, phase_charts, thin_out, timeline_of
 from holdfast.view.run_data import read_columns, read_run
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
-from tests.unit.commands.test_rollouts_cli import make_batch, state_after
+from tests.runs.dashboards import charts_in
+from tests.unit.commands.test_rollouts_cli import publish
 from tests.unit.conftest import Command, Refused
 
 
 def figures_of(page: Path) -> dict[str, Any]:
-    """Return the charts of a page, as its script reads them.
-
-    The library's own classes refuse a misspelt attribute, or a value of another kind, that the page would pass over.
+    """Return the charts of a page. The library's own classes refuse a misspelt attribute, or a value of another kind,
+    that the page would pass over.
     """
-    match = re.search(r'<script[^>]* id="figures"[^>]*>(.*?)</script>', page.read_text(), re.S)
-    assert match is not None
-    figures = json.loads(match[1])
+    figures = charts_in(page.read_text())
     for figure in figures.values():
         go.Figure(**figure)
     return figures
@@ -119,7 +115,7 @@ def test_rollouts_are_shown_token_by_token(run_command: Command, tmp_path: Path)
     run_dir = make_run(tmp_path / "run", steps=5)
     atomic.write_file(run_dir.configs(1) / "orchestrator.toml", f'[model]\nname = "{BASE}"\n'.encode())
     for step in (2, 3, 4):
-        publish_batch(run_dir, make_batch(step), msgspec.json.encode(state_after(step)))
+        publish(run_dir, step)
     (run_dir.batch(3) / "batch.msgpack").write_bytes(b"damaged")
     shown = made(run_command, run_dir.path)
     assert "batch 3 is left out: " in shown and "step 2, a, task 1, sample 1: reward 1" in shown

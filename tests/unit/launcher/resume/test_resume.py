@@ -26,12 +26,13 @@ from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, ConfigError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import Attempt, with_resume, write_config
 from holdfast.launcher.resume.prepare import prepare
-from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan, encode_batch
+from holdfast.protocol.rollouts import Batch, Logprobs, Rollout, TokenIds, VersionSpan, encode_batch
 from holdfast.run import atomic, checked, manifest
 from holdfast.run.checkpoints import Kind
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import commit, contents
 from tests.builders.launches import start_rl
+from tests.builders.sampled_rollouts import sampled_rollout
 from tests.builders.toy import MODEL, TOY
 from tests.unit.conftest import Command
 
@@ -486,9 +487,8 @@ def test_a_batch_that_nobody_can_have_sampled_is_made_again(
 ) -> None:
     """A version that checked less may have journaled it, and a trainer that reads it dies at every start."""
     for step, token, value in ((7, 5, -1.0), (8, token_id, logprob)):
-        tokens, mask, logprobs = TokenIds([1, token]), LossMask([0, 1]), Logprobs([0.0, value])
-        rollout = Rollout(environment="a", task_id=0, sample_index=0, token_ids=tokens, loss_mask=mask,
-                          logprobs=logprobs, versions=[VersionSpan(step - 2, 1, 2)])  # fmt: skip
+        sampled = {"token_ids": TokenIds([1, token]), "logprobs": Logprobs([0.0, value])}
+        rollout = sampled_rollout(0.0, sampled=1, versions=[VersionSpan(step - 2, 1, 2)], **sampled)
         shutil.rmtree(killed.batch(step))
         add_batch(killed, step, version=step - 2, rollouts=[rollout])
     assert replayed(killed) == [7]

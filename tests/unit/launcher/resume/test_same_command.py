@@ -332,7 +332,11 @@ def test_a_schedule_of_another_version_is_left_to_the_diff_and_one_without_its_f
     assert told is not None and "ends at step 40 instead of 20" in told
 
 
-def test_the_fingerprint_follows_the_ends_of_all_schedules() -> None:
+def test_the_fingerprint_follows_the_ends_of_all_schedules_what_shapes_training_and_nothing_else() -> None:
+    same = ({"output_dir": "elsewhere"}, {"epochs": 7}, {"ckpt": {"interval": 3}}, {"parallel": {"num_ranks": 2}})
+    other = ({"seed": 1}, {"optim": {"lr": 1e-4}}, {"data": {"batch_size": 63}}, {"model": {"dtype": "bfloat16"}})
+    for changes in (*same, *other):
+        assert (fingerprint(SftConfig.model_validate(changes)) == fingerprint(SftConfig())) is (changes in same)
     assert fingerprint(sft(20)) != fingerprint(sft(40))
     assert fingerprint(sft(20)) == fingerprint(sft(20, schedule_steps=20)) == fingerprint(sft(40, schedule_steps=20))
     assert fingerprint(sft(20, "constant")) == fingerprint(sft(40, "constant", schedule_steps=3))
