@@ -27,18 +27,27 @@ class Stands:
         self.full_disks = 0  # how often the launcher finds no room for what a new attempt begins with
         self.lost_hosts = 0  # how often a host is lost before a new attempt
 
+    def starts(self, name: str) -> int:
+        return (self.run_dir.path / f"{name}_starts").stat().st_size
+
     def watch(
         self, *, health_url: str | None = None, restarts: int = 3, heals: bool = True, ckpt: Any = None, **programs: str
     ) -> int:
-        """Run `programs`, texts of Python with `made(name)`, in the run. `heals`: watch as `rl` is, not as `sft`."""
+        """Run `programs`, texts of Python with `made(name)`, in the run; `start` is the number of the start of each.
+        `heals`: watch as `rl` is, not as `sft`.
+        """
         prelude = (
             f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"
             "from holdfast.process.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"
             "made = lambda name: Path(name).mkdir(parents=True)\n"
+            "with open('NAME_starts', 'a') as starts: starts.write('x')\n"
+            "start = Path('NAME_starts').stat().st_size\n"
         )
         settings = {"output_dir": str(self.run_dir.path), "max_steps": 1, "ckpt": ckpt}
         config = TrainerConfig.model_validate(settings)
-        commands = {name: [sys.executable, "-c", prelude + code] for name, code in programs.items()}
+        commands = {
+            name: [sys.executable, "-c", prelude.replace("NAME", name) + code] for name, code in programs.items()
+        }
         health = {"inference": Health(health_url)} if health_url else {}
 
         def plan() -> Plan:

@@ -21,18 +21,6 @@ from tests.runs.stand_ins import Stands
 pytestmark = pytest.mark.usefixtures("restored_signals")
 
 
-def counted(name: str, code: str) -> str:
-    """Return a program that notes each of its starts; `start` is the number of this one."""
-    return (
-        f"with open('{name}_starts', 'a') as starts: starts.write('x')\n"
-        f"start = Path('{name}_starts').stat().st_size\n{code}"
-    )
-
-
-def starts(stands: Stands, name: str) -> int:
-    return (stands.run_dir.path / f"{name}_starts").stat().st_size
-
-
 _SERVES = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Well(BaseHTTPRequestHandler):
@@ -52,12 +40,12 @@ def test_a_dead_trainer_takes_the_orchestrator_along_and_leaves_the_server(stand
     port = free_port()
     code = stands.watch(
         health_url=f"http://127.0.0.1:{port}/health",
-        inference=counted("inference", _SERVES.format(port=port)),
-        trainer=counted("trainer", trainer),
-        orchestrator=counted("orchestrator", orchestrator),
+        inference=_SERVES.format(port=port),
+        trainer=trainer,
+        orchestrator=orchestrator,
     )
     assert code == 0 and stands.attempts == 2
-    assert [starts(stands, name) for name in ("trainer", "orchestrator", "inference")] == [2, 2, 1]
+    assert [stands.starts(name) for name in ("trainer", "orchestrator", "inference")] == [2, 2, 1]
 
 
 def test_a_server_that_dies_before_it_says_a_word_did_not_die_of_what_the_one_before_said(stands: Stands) -> None:
@@ -66,15 +54,15 @@ def test_a_server_that_dies_before_it_says_a_word_did_not_die_of_what_the_one_be
     inference = f"if start == 1: print('{said}', flush=True); os._exit(75)\nif start == 2: os._exit(1)\ntime.sleep(600)"
     third = "not Path('inference_starts').exists() or Path('inference_starts').stat().st_size < 3"
     trainer = f"while {third}: time.sleep(0.02)\nmade('weights/step_1')"
-    code = stands.watch(inference=counted("inference", inference), trainer=trainer, orchestrator=_MAKES_A_BATCH)
-    assert code == 0 and starts(stands, "inference") == 3
+    code = stands.watch(inference=inference, trainer=trainer, orchestrator=_MAKES_A_BATCH)
+    assert code == 0 and stands.starts("inference") == 3
 
 
 @pytest.mark.clock
 def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
     stands.full_disks = 2
     trainer = f"if start == 1: os.kill(os.getpid(), {signal.SIGKILL:d})\n{_UNTIL_A_BATCH}made('weights/step_1')"
-    assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
+    assert stands.watch(trainer=trainer, orchestrator=_MAKES_A_BATCH) == 0
     said = capfd.readouterr().out
     assert said.count("waiting for storage: ") == 2 and "(next try in 2 s)" in said
     assert stands.attempts == 2
@@ -83,7 +71,7 @@ def test_the_launcher_waits_where_it_cannot_write_itself(stands: Stands, capfd: 
 def test_a_run_heals_where_its_processes_cannot_be_told(stands: Stands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "HEALING_NAME", "x" * 300)  # longer than a name may be
     trainer = f"if start == 1: sys.exit({STORAGE_FAILED})\n{_UNTIL_A_BATCH}made('weights/step_1')"
-    assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
+    assert stands.watch(trainer=trainer, orchestrator=_MAKES_A_BATCH) == 0
 
 
 def test_a_host_that_is_lost_while_an_attempt_is_prepared_is_one_more_death(
@@ -91,7 +79,7 @@ def test_a_host_that_is_lost_while_an_attempt_is_prepared_is_one_more_death(
 ) -> None:
     stands.lost_hosts = 2
     trainer = f"if start == 1: sys.exit(1)\n{_UNTIL_A_BATCH}made('weights/step_1')"
-    assert stands.watch(trainer=counted("trainer", trainer), orchestrator=_MAKES_A_BATCH) == 0
+    assert stands.watch(trainer=trainer, orchestrator=_MAKES_A_BATCH) == 0
     assert "host_1 is lost" in told() and "(restart 3 of 3)" in told()
 
 
@@ -139,20 +127,19 @@ def test_an_engine_that_dies_twice_of_the_same_at_the_same_step_ends_the_run(sta
     lines = ("EngineCore encountered a fatal error.", "Traceback (most recent call last):", "ValueError: no such head")
     inference = f"print('00:12:20 inference INFO loading vllm')\nfor line in {lines!r}: {dies}\nsys.exit(75)"
     with pytest.raises(ProcessDied, match="ValueError: no such head"):
-        stands.watch(inference=counted("inference", inference), **_STAY)
-    assert starts(stands, "inference") == 2, "of 3 restarts that are left"
+        stands.watch(inference=inference, **_STAY)
+    assert stands.starts("inference") == 2, "of 3 restarts that are left"
 
 
 def test_evaluations_are_started_again_and_end_no_training(
     stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restarts, "_MAX_EVALUATION_RESTARTS", 1)
-    crashes = counted("evaluation", "if start < 3: sys.exit(1)")
     trainer = "while not Path('evaluation_starts').exists() or Path('evaluation_starts').stat().st_size < {}: "
     trainer += "time.sleep(0.02)\nmade('weights/step_1')"
-    assert stands.watch(heals=False, evaluation=crashes, trainer=trainer.format(2)) == 0
+    assert stands.watch(heals=False, evaluation="if start < 3: sys.exit(1)", trainer=trainer.format(2)) == 0
     said = capfd.readouterr().out
-    assert starts(stands, "evaluation") == 2 and "evaluation ended with exit code 1: starting it again" in said
+    assert stands.starts("evaluation") == 2 and "evaluation ended with exit code 1: starting it again" in said
     assert "WARNING: the run continues without evaluation, which is not started again. evaluation ended with" in said
     assert "finished step" in said and stands.run_dir.given_up.exists()
 
@@ -161,10 +148,10 @@ def test_evaluations_wait_for_storage_as_training_does_and_are_not_given_up(
     stands: Stands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restarts, "_MAX_EVALUATION_RESTARTS", 0)
-    full = counted("evaluation", f"if start < 4: sys.exit({STORAGE_FAILED})\nmade('evaluated')")
+    full = f"if start < 4: sys.exit({STORAGE_FAILED})\nmade('evaluated')"
     trainer = "while not Path('evaluated').exists(): time.sleep(0.02)\nmade('weights/step_1')"
     assert stands.watch(heals=False, evaluation=full, trainer=trainer) == 0
-    assert starts(stands, "evaluation") == 4 and not stands.run_dir.given_up.exists()
+    assert stands.starts("evaluation") == 4 and not stands.run_dir.given_up.exists()
     assert capfd.readouterr().out.count("waiting for storage: ") == 3
 
 
@@ -219,25 +206,22 @@ def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_th
     noting.start()
     try:
         code = stands.watch(
-            inference_0=counted("inference_0", first),
-            inference_1=counted("inference_1", "time.sleep(600)"),
-            trainer=counted("trainer", trainer),
-            orchestrator=_MAKES_A_BATCH,
+            inference_0=first, inference_1="time.sleep(600)", trainer=trainer, orchestrator=_MAKES_A_BATCH
         )
     finally:
         is_over.set()
         noting.join()
     assert code == 0 and stands.attempts == 2
-    assert starts(stands, "inference_1") == 1
+    assert stands.starts("inference_1") == 1
     warnings = [line for line in told().splitlines() if line.startswith("WARNING")]
     assert len(warnings) == 1 and "which is not started again" in warnings[0]
 
 
 def test_the_last_server_ends_the_run(stands: Stands) -> None:
-    servers = {f"inference_{number}": counted(f"inference_{number}", _KILLED) for number in range(2)}
+    servers = {f"inference_{number}": _KILLED for number in range(2)}
     with pytest.raises(ProcessDied, match=r"inference_\d was killed by signal 9"):
         stands.watch(**servers, **_STAY, restarts=1)
-    assert [starts(stands, f"inference_{number}") for number in range(2)] == [2, 2]
+    assert [stands.starts(f"inference_{number}") for number in range(2)] == [2, 2]
 
 
 def test_servers_that_die_at_once_are_not_the_last_ones_while_one_of_them_comes_back(stands: Stands) -> None:
@@ -256,14 +240,14 @@ pid_of("second_2")
 made("weights/step_1")
 """
     code = stands.watch(
-        inference_0=counted("inference_0", f"name = 'first'\n{waits}"),
-        inference_1=counted("inference_1", f"name = 'second'\n{waits}"),
+        inference_0=f"name = 'first'\n{waits}",
+        inference_1=f"name = 'second'\n{waits}",
         trainer=trainer,
         orchestrator=_MAKES_A_BATCH,
         restarts=1,
     )
     assert code == 0
-    assert [starts(stands, f"inference_{number}") for number in range(2)] == [2, 2]
+    assert [stands.starts(f"inference_{number}") for number in range(2)] == [2, 2]
 
 
 def test_what_a_server_tells_ends_the_run_whatever_others_there_are(stands: Stands) -> None:
@@ -283,10 +267,9 @@ made("weights/step_1")
 @pytest.mark.clock
 def test_what_has_no_bound_of_its_own_is_bounded_by_who_waits_for_it(stands: Stands) -> None:
     """As an environment whose constructor never returns: it beats, and says no bound."""
-    constructor = f"if start == 1: time.sleep(600)\n{_MAKES_A_BATCH}"
-    orchestrator = counted("orchestrator", constructor)
-    assert stands.watch(trainer=counted("trainer", _WAITS_IN_VAIN_ONCE), orchestrator=orchestrator) == 0
-    assert (starts(stands, "trainer"), starts(stands, "orchestrator")) == (2, 2)
+    orchestrator = f"if start == 1: time.sleep(600)\n{_MAKES_A_BATCH}"
+    assert stands.watch(trainer=_WAITS_IN_VAIN_ONCE, orchestrator=orchestrator) == 0
+    assert (stands.starts("trainer"), stands.starts("orchestrator")) == (2, 2)
 
 
 @pytest.mark.clock
@@ -296,8 +279,8 @@ def test_without_healing_nobody_is_watched_or_started_again(stands: Stands) -> N
     assert stands.watch(heals=False, trainer=slow) == 0
     (stands.run_dir.path / "weights" / "step_1").rmdir()
     with pytest.raises(ProcessDied, match="trainer was killed by signal 9"):
-        stands.watch(heals=False, trainer=counted("trainer", f"os.kill(os.getpid(), {signal.SIGKILL:d})"))
-    assert starts(stands, "trainer") == 1
+        stands.watch(heals=False, trainer=f"os.kill(os.getpid(), {signal.SIGKILL:d})")
+    assert stands.starts("trainer") == 2, "one of each run"
 
 
 @pytest.mark.parametrize("code", [1, 75, -signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGSEGV])

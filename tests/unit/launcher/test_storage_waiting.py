@@ -162,26 +162,20 @@ def test_the_wait_grows_up_to_a_limit_and_ends(clock: Callable[[float], None]) -
     assert delays == [1, 2, 4, 8, 16, 30, 30, 9]
 
 
-def test_the_time_begins_anew_with_a_step_that_was_never_trained_before(clock: Callable[[float], None]) -> None:
+@pytest.mark.parametrize(
+    "failed",
+    [
+        [(0, 7, 1), (9, 8, 1), (9, 6, 1), (1, 8, None)],  # one second is left for step 8 and those before
+        [(0, 8, 1), (11, 6, 1), (9, 6, 1), (1, 6, None)],  # also where old steps were trained again meanwhile
+    ],
+)
+def test_the_time_begins_anew_with_a_step_that_was_never_trained_before(
+    failed: list[tuple[float, int, float | None]], clock: Callable[[float], None]
+) -> None:
     backoff = StorageBackoff(10)
-    assert backoff.delay_s(7) == 1
-    clock(9)
-    assert backoff.delay_s(8) == 1
-    clock(9)
-    assert backoff.delay_s(6) == 1, "the second failure at step 8 or before, one second left"
-    clock(1)
-    assert backoff.delay_s(8) is None
-
-
-def test_the_time_begins_anew_after_old_steps_were_trained_again(clock: Callable[[float], None]) -> None:
-    backoff = StorageBackoff(10)
-    assert backoff.delay_s(8) == 1
-    clock(11)
-    assert backoff.delay_s(6) == 1
-    clock(9)
-    assert backoff.delay_s(6) == 1
-    clock(1)
-    assert backoff.delay_s(6) is None
+    for seconds, step, delay_s in failed:
+        clock(seconds)
+        assert backoff.delay_s(step) == delay_s
 
 
 def test_no_patience_is_no_wait() -> None:

@@ -34,12 +34,11 @@ _TRAINER = _WAITS.format(timeout_s=HANG_S)
 def test_a_trainer_waits_while_the_launcher_awaits_storage(stands: Stands, capfd: pytest.CaptureFixture[str]) -> None:
     """However much longer that takes than the trainer would wait for nothing: 1 + 2 + 4 s here."""
     full = """
-with open("tries", "a") as tries: tries.write("x")
-if Path("tries").stat().st_size <= 3:
+if start <= 3:
     print("error: batch 1 cannot be written: No space left on device"); sys.exit(5)
 made("rollouts/step_1")
 """
-    begun = "while not Path('tries').exists(): time.sleep(0.01)"
+    begun = "while not Path('orchestrator_starts').exists(): time.sleep(0.01)"
     assert stands.watch(trainer=begun + _WAITS.format(timeout_s=6), orchestrator=full) == 0
     assert capfd.readouterr().out.count("waiting for storage") == 3
 
@@ -125,8 +124,6 @@ def test_being_stuck_is_counted_by_step_and_not_by_time() -> None:
 
 _SERVER = f"""
 from http.server import BaseHTTPRequestHandler, HTTPServer
-with open("starts", "a") as starts: starts.write("x")
-start = Path("starts").stat().st_size
 if start == 2:
     print("error: the engine did not start: free memory is less than desired"); sys.exit(3)
 class Well(BaseHTTPRequestHandler):
@@ -154,7 +151,7 @@ def test_a_server_that_was_well_and_cannot_start_retries(stands: Stands, capfd: 
     url = f"http://127.0.0.1:{port}/health"
     assert stands.watch(health_url=url, inference=server, trainer=_TRAINER, orchestrator=made) == 0
     assert "inference ended with exit code 3: starting it again (restart 2 of 3)" in capfd.readouterr().out
-    (stands.run_dir.path / "starts").write_text("x")
+    (stands.run_dir.path / "inference_starts").write_text("x")
     (stands.run_dir.path / "rollouts" / "step_1").rmdir()
     with pytest.raises(ProcessDied, match="the engine did not start") as raised:
         stands.watch(inference=server, trainer="time.sleep(600)", orchestrator=made)
