@@ -1,7 +1,6 @@
 """Run directories for reports: what the processes of a run leave, written as they write it."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import msgspec
 from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
 from holdfast.run.timeline import Span
+from tests.builders.attempts import tell, write_settings
 
 BEGIN = 1_800_000_000.0
 """Unix time of the first thing that a run does."""
@@ -44,20 +44,16 @@ def _numbers(step: int, metrics: int) -> dict[str, float]:
 
 
 def _write_attempt(run_dir: RunDir, number: int, resume_step: int | None, *, max_steps: int, lr: float) -> None:
-    run_dir.configs(number).mkdir(parents=True)
     ckpt = "" if resume_step is None else f"\n[ckpt]\nresume_step = {resume_step}\n"
     settings = f"max_steps = {max_steps}\n{ckpt}\n[optim]\nlr = {lr}\n"
-    (run_dir.configs(number) / "trainer.toml").write_text(settings)
-    run_dir.logs(number).mkdir(parents=True)
+    write_settings(run_dir, "trainer", settings, attempt=number)
     begin = _time_of(resume_step or 0, number)
-    events = [
-        {"time": begin, "process": "trainer", "phase": "importing torch"},
-        {"time": begin, "process": "inference", "phase": "loading vllm"},
-        {"time": begin + 3, "process": "inference", "phase": "ready"},
-        {"time": begin + 5, "process": "trainer", "phase": "ALERT: entropy fell", "step": (resume_step or 0) + 1},
-    ]
-    lines = [json.dumps(event) for event in events]
-    (run_dir.logs(number) / "events.jsonl").write_text("\n".join([*lines, '{"time": 1, "pro']))
+    tell(run_dir, "trainer", "importing torch", attempt=number, time=begin)
+    tell(run_dir, "inference", "loading vllm", attempt=number, time=begin)
+    tell(run_dir, "inference", "ready", attempt=number, time=begin + 3)
+    alert = {"time": begin + 5, "step": (resume_step or 0) + 1}
+    with open(tell(run_dir, "trainer", "ALERT: entropy fell", attempt=number, **alert), "a") as file:
+        file.write('{"time": 1, "pro')
 
 
 def _time_of(step: int, attempt: int) -> float:

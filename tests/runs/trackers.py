@@ -17,6 +17,7 @@ from typing import Any
 from holdfast.config.view import TrackingConfig
 from holdfast.run.run_dir import RunDir
 from holdfast.view.sending import take_cursor
+from tests.builders.attempts import tell, write_settings
 from tests.forking.server import Fork
 from tests.forking.trackers import start_tracking
 from tests.runs.processes import HANG_S, wait_until
@@ -48,8 +49,7 @@ class TrackedDirectory:
         return found
 
     def settings(self, attempt: int, text: str) -> None:
-        self.run_dir.configs(attempt).mkdir(parents=True, exist_ok=True)
-        (self.run_dir.configs(attempt) / "sft.toml").write_text(text)
+        write_settings(self.run_dir, "sft", text, attempt=attempt)
 
     def train(self, *steps: int) -> None:
         """Append the lines of steps: a loss that says which step it is, and a value that is no number."""
@@ -89,11 +89,7 @@ class TrackedDirectory:
 
     def tell(self, attempt: int, phase: str, *, step: int) -> None:
         self._events += 1
-        path = self.run_dir.logs(attempt) / "events.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        event = {"time": 100.0 + self._events, "process": "trainer", "phase": phase, "step": step}
-        with open(path, "a") as file:
-            file.write(json.dumps(event) + "\n")
+        tell(self.run_dir, "trainer", phase, attempt=attempt, time=100.0 + self._events, step=step)
 
     def alerts(self, tracker: str) -> list[tuple[str, str]]:
         """Title and text of the alerts that a tracker has, sorted."""

@@ -14,12 +14,12 @@ import pytest
 
 from holdfast.commands.ckpt_dirs import TensorWorkFailed, tensor_work
 from holdfast.config import SftConfig
-from holdfast.config.load import to_toml
 from holdfast.errors import STORAGE_FAILED, CheckpointError
 from holdfast.run import manifest
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import Report, age, size
+from tests.builders.attempts import write_settings
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import commit, flip, write_weights
 from tests.unit.conftest import Command, Refused
@@ -29,10 +29,7 @@ from tests.unit.conftest import Command, Refused
 def run_dir(run_dir: RunDir) -> RunDir:
     """An `sft` run with the checkpoints of steps 1 to 4; the files of the trainer hold anything."""
     config = SftConfig.model_validate({"output_dir": run_dir.path, "max_steps": 4, "ckpt": {"interval": 1}})
-    settings, log = (run_dir.configs(1), "sft.toml", to_toml(config)), (run_dir.logs(1), "trainer.log", "trained")
-    for directory, name, text in (settings, log):
-        directory.mkdir(parents=True)
-        (directory / name).write_text(text)
+    write_settings(run_dir, "sft", config)
     metrics = MetricsWriter(run_dir.metrics)
     for step, loss in enumerate((3.0, 2.0, 2.5, 2.25), start=1):
         metrics.write(step, {"loss": loss})

@@ -10,13 +10,13 @@ from holdfast.commands import evaluated_policy
 from holdfast.commands.evaluated_policy import prepare_directory
 from holdfast.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.config.evaluation import EvaluateConfig
-from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, DataError, printable
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, claim_directory, line_of
 from holdfast.orchestrator.evaluation.statistics import read_evaluation
 from holdfast.run.manifest import file_digest
 from holdfast.run.run_dir import RunDir
+from tests.builders.attempts import write_settings
 from tests.builders.checkpoint_files import commit, write_checkpoint
 from tests.conftest import ROOT
 from tests.servers.orchestrator_fakes import FakeEngine, publish_weights, serving
@@ -164,11 +164,10 @@ def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:
 
 def test_what_is_not_set_is_as_in_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    run_dir.configs(1).mkdir(parents=True)
     environments = [EnvironmentConfig(id="reverse_text", args={"max_length": 5}, group_size=2)]
     sampling = SamplingConfig(max_tokens=77, temperature=0.5)
     trained = OrchestratorConfig(environments=environments, seq_len=3000, sampling=sampling)
-    (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(trained))
+    write_settings(run_dir, "orchestrator", trained)
     found = evaluated_policy.with_settings_of_run(EvaluateConfig(run=tmp_path))
     asked = [EnvironmentConfig(id="reverse_text", args={"max_length": 5})]
     assert (found.environments, found.seq_len) == (asked, 3000), "an evaluation has a number of samples of its own"

@@ -17,7 +17,7 @@ from holdfast.commands.evaluated_policy import name_of_export, prepare_directory
 from holdfast.config import OrchestratorConfig, SftConfig, program_config
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
-from holdfast.config.load import read_toml, to_toml
+from holdfast.config.load import read_toml
 from holdfast.errors import ConfigError, DataError, ProcessDied
 from holdfast.launcher.devices import evaluation_gpus, place_training
 from holdfast.launcher.launch import with_evaluations
@@ -33,6 +33,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 from holdfast.view.console import as_json_lines
 from holdfast.view.follow import ObservedRun
+from tests.builders.attempts import write_settings as write_settings_of_run
 from tests.builders.checkpoint_files import flip, write_checkpoint
 from tests.builders.evaluations import evaluated
 from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, TOY
@@ -47,9 +48,7 @@ def run_of(path: Path, *steps: int, program: str = "sft", attempt: int = 1, **se
     run_dir = RunDir(path)
     run_dir.create()
     config = program_config(program).model_validate({"max_steps": 10, "model": {"name": MODEL}} | settings)
-    directory = run_dir.configs(attempt)
-    directory.mkdir(parents=True)
-    (directory / f"{'trainer' if program == 'rl' else program}.toml").write_text(to_toml(config))
+    write_settings_of_run(run_dir, "trainer" if program == "rl" else program, config, attempt=attempt)
     for step in steps:
         write_checkpoint(run_dir, step)
     return run_dir
@@ -120,7 +119,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path, run_command: Command
         FollowedRun.read(run_of(tmp_path / "rewards", program="reward-model").path)
     own = run_of(tmp_path / "own", 10, program="rl")
     asked = OrchestratorConfig.model_validate({"eval": {}, "environments": ENVIRONMENTS})
-    (own.configs(1) / "orchestrator.toml").write_text(to_toml(asked))
+    write_settings_of_run(own, "orchestrator", asked)
     code, _, err = run_command("evaluate", "--run", own.path, "--follow")
     assert code == 2 and "evaluates itself (eval)" in err
 

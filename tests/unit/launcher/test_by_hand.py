@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.config import TrainerConfig
-from holdfast.config.load import parse_command_line, to_toml
+from holdfast.config.load import parse_command_line
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import RunDirError
 from holdfast.launcher.launch import launch_orchestrator
 from holdfast.launcher.resume.prepare import prepare
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir
+from tests.builders.attempts import write_settings
 from tests.runs.processes import HANG_S
 from tests.unit.launcher.resume.test_resume import STATE, add_batch, add_checkpoint
 
@@ -73,8 +74,7 @@ def _living_orchestrator(run_dir: RunDir) -> Iterator[None]:
 @pytest.mark.parametrize("was_configured", [True, False])
 def test_a_trainer_alone_keeps_the_batches_behind_its_checkpoint(run_dir: RunDir, was_configured: bool) -> None:
     if was_configured:
-        run_dir.configs(1).mkdir(parents=True)
-        (run_dir.configs(1) / "trainer.toml").write_text(to_toml(_config(run_dir)))
+        write_settings(run_dir, "trainer", _config(run_dir))
     _start(_config(run_dir))
     assert run_dir.published_batches() == [1, 2, 3, 4, 5]
 
@@ -93,8 +93,7 @@ def test_beside_a_living_orchestrator_nothing_of_its_own_is_touched(run_dir: Run
 
 def test_a_trainer_that_makes_other_weights_is_refused_beside_a_living_orchestrator(run_dir: RunDir) -> None:
     """Which has made batches by the old ones, and would never make them again."""
-    run_dir.configs(1).mkdir(parents=True)
-    (run_dir.configs(1) / "trainer.toml").write_text(to_toml(_config(run_dir)))
+    write_settings(run_dir, "trainer", _config(run_dir))
     other = _config(run_dir, optim={"lr": 0.5})
     with _living_orchestrator(run_dir), pytest.raises(RunDirError, match="an orchestrator runs in .* batch 5 and what"):
         _start(other)

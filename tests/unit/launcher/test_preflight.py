@@ -24,6 +24,7 @@ from holdfast.process.gpus import require_vllm, vllm_device
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.inputs import Survey, count_parameters, steps_of
 from holdfast.run.run_dir import RunDir
+from tests.builders.attempts import write_settings
 from tests.builders.checkpoint_files import commit
 from tests.builders.toy import DATA, ENVIRONMENTS, MODEL, TOY
 from tests.runs.ports import free_port
@@ -203,9 +204,7 @@ def surveyed(monkeypatch: pytest.MonkeyPatch, samples: int = 60) -> None:
 def started(config: SupervisedCommand | TrainerConfig) -> None:
     """Leave what an attempt leaves that has trained a step."""
     run_dir = RunDir(config.output_dir)
-    run_dir.configs(1).mkdir(parents=True)
-    name = "trainer" if isinstance(config, TrainerConfig) else config.program
-    (run_dir.configs(1) / f"{name}.toml").write_text(to_toml(config))
+    write_settings(run_dir, "trainer" if isinstance(config, TrainerConfig) else config.program, config)
     run_dir.metrics.write_text('{"step": 1}\n')
 
 

@@ -29,12 +29,13 @@ from holdfast.launcher import restarts
 from holdfast.launcher.failures import StorageBackoff, fullest
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.child import _LossyFile
-from holdfast.process.events import EVENTS_ENV, append, report
+from holdfast.process.events import EVENTS_ENV, report
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.remote.object_store import _code
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import Console
 from holdfast.view.follow import Tail
+from tests.builders.attempts import tell
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.stand_ins import Stands
 
@@ -214,10 +215,8 @@ def test_what_the_launcher_notes_may_find_no_storage(run_dir: RunDir) -> None:
 
 
 def test_an_attempt_begins_without_the_phases_of_the_one_before(run_dir: RunDir) -> None:
-    events = run_dir.logs(1) / "events.jsonl"
-    events.parent.mkdir(parents=True)
     for process, phase in (("trainer", "loading model"), ("launcher", "ended")):
-        append(events, process, phase)
+        tell(run_dir, process, phase)
     state = Console(run_dir, attempt=2, first_step=0, max_steps=1)._follower.state
     assert (state.attempt, state.phases, state.ended) == (2, {}, None)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from holdfast.run.timeline import read_timeline, record, span, start_timeline
 from holdfast.view import console as view_console
 from holdfast.view.console import Console
 from holdfast.view.follow import Tail
+from tests.builders.attempts import tell
 
 
 def test_every_step_is_one_json_line(tmp_path: Path) -> None:
@@ -81,13 +83,8 @@ def test_phases_are_reported_to_the_launcher(tmp_path: Path, monkeypatch: pytest
 def test_what_is_said_of_a_step_comes_after_it_and_what_counts_now_and_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, now = RunDir(tmp_path), time.time()
-    run_dir.logs(1).mkdir(parents=True)
-
-    def say(phase: str, **fields: object) -> None:
-        with open(run_dir.logs(1) / "events.jsonl", "a") as file:
-            file.write(json.dumps({"time": now - 60, "process": "trainer", "phase": phase, **fields}) + "\n")
-
+    run_dir = RunDir(tmp_path)
+    say = partial(tell, run_dir, "trainer", time=time.time() - 60)
     with Console(run_dir, attempt=1, first_step=0, max_steps=2) as console:
         for done in (3, 6, 9):
             say("computing", done=1000 * done, total=12_000, unit="pairs", left_s=65.0)

@@ -15,6 +15,7 @@ from holdfast.view.console import Console, event_line, step_line
 from holdfast.view.follow import Follower, ObservedRun, Stepped, Tail
 from holdfast.view.monitor import run_lines
 from holdfast.view.state import Alarm, Checkpoints, RunState, duration, find_bottleneck, look_at_checkpoints
+from tests.builders.attempts import tell
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
 
@@ -25,12 +26,6 @@ def write_steps(path: Path, *steps: int, **metrics: float | None) -> None:
     new = path.with_name("new")
     new.write_text("".join(lines))
     new.rename(path)
-
-
-def write_event(path: Path, process: str, phase: str, *, time: float = 100.0, **fields: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(json.dumps({"time": time, "process": process, "phase": phase, **fields}) + "\n")
 
 
 def test_a_replaced_file_is_read_from_its_begin(tmp_path: Path) -> None:
@@ -90,18 +85,17 @@ def test_a_step_that_comes_again_replaces_itself_and_what_came_after() -> None:
 
 
 def test_events_of_all_attempts_are_known_and_told_once(run_dir: RunDir) -> None:
-    first, second = (run_dir.logs(number) / "events.jsonl" for number in (1, 2))
-    write_event(first, "trainer", "waiting for batches", step=0, max_steps=8)
-    write_event(first, "trainer", "ALERT: entropy fell", step=3)
-    write_event(first, "launcher", "starting again", restarted="trainer")
+    tell(run_dir, "trainer", "waiting for batches", step=0, max_steps=8)
+    tell(run_dir, "trainer", "ALERT: entropy fell", step=3)
+    tell(run_dir, "launcher", "starting again", restarted="trainer")
     follower = Follower(run_dir)
     follower.catch_up()
     state = follower.state
     assert (state.attempt, state.restarts, state.max_steps, state.first_step) == (1, 1, 8, 0)
     assert state.alarms == [Alarm("alert", "trainer", "entropy fell", 3, 100.0)]
-    write_event(second, "trainer", "training", time=200.0, step=5, max_steps=9)
-    write_event(second, "trainer", "WARNING: a thing", time=201.0)
-    write_event(second, "launcher", "ended", time=202.0, exit_code=0, step=9)
+    tell(run_dir, "trainer", "training", attempt=2, time=200.0, step=5, max_steps=9)
+    tell(run_dir, "trainer", "WARNING: a thing", attempt=2, time=201.0)
+    tell(run_dir, "launcher", "ended", attempt=2, time=202.0, exit_code=0, step=9)
     follower._events._looked = -1e9  # a second later
     told = list(follower.news())
     assert [type(one).__name__ for one in told] == ["Phase", "Alarm"]

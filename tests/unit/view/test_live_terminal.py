@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.run.run_dir import RunDir
+from tests.builders.attempts import tell
 from tests.runs.terminal import Terminal
 
 # A launcher without processes: it shows what others write, and does what it reads from a file of words.
@@ -45,10 +46,7 @@ class Run:
         self.attempt = 2
 
     def event(self, process: str, phase: str, **fields: object) -> None:
-        logs = self.dir.logs(self.attempt)
-        logs.mkdir(parents=True, exist_ok=True)
-        with open(logs / "events.jsonl", "a") as file:
-            file.write(json.dumps({"time": time.time() - 2, "process": process, "phase": phase, **fields}) + "\n")
+        tell(self.dir, process, phase, attempt=self.attempt, **{"time": time.time() - 2, **fields})
 
     def steps(self, *steps: int) -> None:
         with open(self.dir.metrics, "a") as file:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from holdfast.config.base import CkptConfig
 from holdfast.errors import RunDirError
 from holdfast.launcher.failures import exit_report
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.process.events import append
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir
 from holdfast.view.follow import ObservedRun
+from tests.builders.attempts import tell, write_settings
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.processes import HANG_S, catches, wait_until
@@ -29,20 +30,12 @@ def steps(run_dir: RunDir) -> RunDir:
     """A run of three steps that nobody is at work on."""
     run_dir.create()
     run_dir.metrics.write_text("".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in (1, 2, 3)))
-    configs = run_dir.configs(1)
-    configs.mkdir(parents=True)
-    (configs / "inference.toml").write_text("max_steps = 99")
-    (configs / "broken.toml").write_text("max_steps = [")
-    (configs / "sft.toml").write_text("max_steps = 4")
+    for name, text in (("inference", "max_steps = 99"), ("broken", "max_steps = ["), ("sft", "max_steps = 4")):
+        write_settings(run_dir, name, text)
     return run_dir
 
 
-def end(run_dir: RunDir, **fields: object) -> Path:
-    """Have the launcher say how its attempt ended; return the file of its events."""
-    events = run_dir.logs(1) / "events.jsonl"
-    events.parent.mkdir(parents=True, exist_ok=True)
-    append(events, "launcher", "ended", **fields)
-    return events
+end = partial(tell, process="launcher", phase="ended")
 
 
 def document(run_command: Command, run_dir: RunDir) -> dict[str, object]:
@@ -85,12 +78,8 @@ def test_a_holder_elsewhere_counts_while_files_change(run_command: Command, step
     (steps.path / "run.lock").write_text("1 another another/pid:[1]\n")
     told = document(run_command, steps)
     assert told["status"] == "running" and told["holder"] == "process 1 on another"
-    logs = steps.logs(1)
-    logs.mkdir(parents=True)
-    events, trainer = logs / "events.jsonl", logs / "trainer.log"
-    trainer.touch()
-    begun = {"process": "trainer", "phase": "loading checkpoint"}
-    events.write_text(json.dumps({"time": 1.0, **begun}) + "\n")
+    events, logs = tell(steps, "trainer", "loading checkpoint", time=1.0), steps.logs(1)
+    (trainer := logs / "trainer.log").touch()
     for path in (steps.metrics, steps.path / "run.lock", events, logs.parent, logs):
         os.utime(path, (1e9, 1e9))
     assert document(run_command, steps)["status"] == "running", "the log of a process grows"

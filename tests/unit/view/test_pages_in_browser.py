@@ -1,6 +1,5 @@
 """Pages in a browser: of a report, without a network and of a long run; and of a run that goes on, with its reader."""
 
-import json
 import re
 import subprocess
 import threading
@@ -18,6 +17,7 @@ from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 from holdfast.view import serve
 from holdfast.view.serve import HOST, LivePage, WebServer
+from tests.builders.attempts import tell
 from tests.builders.evaluations import evaluated
 from tests.builders.sampled_rollouts import sampled_rollout
 from tests.builders.shown_runs import make_run
@@ -47,9 +47,7 @@ def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: Com
     evaluated(run_dir, 4)
     settings = f"[model]\nname = \"{BASE}\"\nnote = '{HOSTILE}'\n"
     atomic.write_file(run_dir.configs(2) / "orchestrator.toml", settings.encode())
-    told = {"time": 1.8e9, "process": "trainer", "phase": f"ALERT: {HOSTILE}"}
-    with open(run_dir.logs(2) / "events.jsonl", "a") as file:
-        file.write(f"\n{json.dumps(told)}\n")
+    tell(run_dir, "trainer", f"ALERT: {HOSTILE}", attempt=2, time=1.8e9)
     ids = Tokenizer.from_file(str(BASE / "tokenizer.json")).encode(HOSTILE, add_special_tokens=False).ids
     rollout = sampled_rollout(0.0, sampled=len(ids) - 1, environment=HOSTILE, token_ids=TokenIds(ids))
     publish(run_dir, 2, rollouts=[rollout])
@@ -104,11 +102,6 @@ def served(run_dir: RunDir, port: int) -> Iterator[None]:
     server.close()
 
 
-def alert(run_dir: RunDir, text: str) -> None:
-    with open(run_dir.logs(1) / "events.jsonl", "a") as file:
-        file.write("\n" + json.dumps({"time": 1.8e9, "process": "trainer", "phase": f"ALERT: {text}"}) + "\n")
-
-
 def top_of(page: OpenPage, selector: str) -> Any:
     return page.evaluate(f"document.querySelector('{selector}').getBoundingClientRect().top")
 
@@ -144,7 +137,7 @@ def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path, monkey
 
             train(run_dir, 13)
             for number in range(30):  # a table that grows above where the reader is
-                alert(run_dir, f"number {number}")
+                tell(run_dir, "trainer", f"ALERT: number {number}", time=1.8e9)
             page.when(_LAST, lambda step: step == 13)
             page.when("document.getElementById('table-alerts').textContent.includes('number 29')")
             assert page.evaluate("window.isTheSame") is True, "it was not loaded again"

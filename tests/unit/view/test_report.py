@@ -15,6 +15,7 @@ from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 from holdfast.view.charts import MAX_BLOCKS, PHASE_COLOURS, phase_charts, thin_out, timeline_of
 from holdfast.view.run_data import read_columns, read_run
+from tests.builders.attempts import tell
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
@@ -144,9 +145,7 @@ def test_a_run_that_failed_or_has_no_steps_says_so(run_command: Command, tmp_pat
     run_dir = make_run(tmp_path / "run", resumed_from=(2,))
 
     def end(attempt: int, **fields: object) -> None:
-        with open(run_dir.logs(attempt) / "events.jsonl", "a") as file:
-            # Behind a line that was torn.
-            file.write("\n" + json.dumps({"time": BEGIN, "process": "launcher", "phase": "ended", **fields}) + "\n")
+        tell(run_dir, "launcher", "ended", attempt=attempt, time=BEGIN, **fields)
 
     end(1, exit_code=3, error="of an earlier attempt")
     assert "failed with" not in made(run_command, run_dir.path)
