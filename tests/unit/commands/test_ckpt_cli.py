@@ -21,7 +21,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import Report, age, size
 from tests.builders.attempts import write_settings
 from tests.builders.broken_storage import unreadable
-from tests.builders.checkpoint_files import commit, flip, write_weights
+from tests.builders.checkpoint_files import flip, write_checkpoint, write_weights
 from tests.unit.conftest import Command, Refused
 
 
@@ -33,12 +33,7 @@ def run_dir(run_dir: RunDir) -> RunDir:
     metrics = MetricsWriter(run_dir.metrics)
     for step, loss in enumerate((3.0, 2.0, 2.5, 2.25), start=1):
         metrics.write(step, {"loss": loss})
-        directory = run_dir.checkpoint(step)
-        (directory / "trainer").mkdir(parents=True)
-        for name in (".metadata", "__0_0.distcp"):
-            (directory / "trainer" / name).write_bytes(f"{name} of {step}".encode() * 100)
-        about = {"program": "sft", "run_id": run_dir.run_id(), "world_size": 1, "metrics": {"loss": loss}}
-        commit(directory, "checkpoint", step, **about)
+        write_checkpoint(run_dir, step, run_id=run_dir.run_id(), metrics={"loss": loss})
     metrics.close()
     write_weights(run_dir, 4)
     return run_dir
@@ -146,7 +141,7 @@ def test_a_torn_save_is_shown_and_is_no_problem(ckpt: Command, run_dir: RunDir) 
 def test_damage_that_sizes_show_is_told_by_ls(ckpt: Command, run_dir: RunDir) -> None:
     (run_dir.checkpoint(1) / "manifest.json").write_bytes(b"")
     (run_dir.checkpoint(2) / "trainer" / ".metadata").unlink()
-    data = run_dir.checkpoint(4) / "trainer" / "__0_0.distcp"
+    data = run_dir.checkpoint(4) / "trainer" / "__0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     code, document = listed(ckpt, run_dir)
     assert code == 1
@@ -154,17 +149,17 @@ def test_damage_that_sizes_show_is_told_by_ls(ckpt: Command, run_dir: RunDir) ->
     assert document["best"] == 3  # a damaged step never is the best
     code, out, err = ckpt("ls", "--output-dir", run_dir.path)
     assert (code, err) == (1, "")
-    for reason in ("step_1/manifest.json", "step_2/trainer/.metadata is missing", "__0_0.distcp is damaged"):
+    for reason in ("step_1/manifest.json", "step_2/trainer/.metadata is missing", "__0.distcp is damaged"):
         assert reason in out
 
 
 def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Command, run_dir: RunDir) -> None:
-    flip(run_dir.checkpoint(3) / "trainer" / "__0_0.distcp")
+    flip(run_dir.checkpoint(3) / "trainer" / "__0.distcp")
     assert listed(ckpt, run_dir)[0] == 0
     assert ckpt("verify", "--how", "size", "--output-dir", run_dir.path)[0] == 0
     code, out, err = ckpt("verify", "--output-dir", run_dir.path)
     assert (code, err) == (1, "")
-    assert "step_3/trainer/__0_0.distcp is damaged" in out and "3 of 4 OK" in out and "MB/s" in out
+    assert "step_3/trainer/__0.distcp is damaged" in out and "3 of 4 OK" in out and "MB/s" in out
     assert ckpt("verify", "3", "--output-dir", run_dir.path)[0] == 1
     with unreadable(run_dir.checkpoint(2) / "manifest.json"):
         code, out, _ = ckpt("verify", "2", "--output-dir", run_dir.path)

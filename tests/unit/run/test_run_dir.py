@@ -14,16 +14,9 @@ from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
 from holdfast.run import atomic, manifest
 from holdfast.run.run_dir import RunDir
-from tests.builders import checkpoint_files
+from tests.builders.checkpoint_files import write_checkpoint, write_weights
 from tests.conftest import ROOT
 from tests.faults.disks import Disk
-
-
-def commit(run_dir: RunDir, step: int) -> Path:
-    directory = run_dir.checkpoint(step)
-    directory.mkdir(parents=True)
-    (directory / "data").write_bytes(b"%d" % step)
-    return checkpoint_files.commit(directory, "checkpoint", step)
 
 
 def test_a_run_directory_touches_nothing_until_asked(tmp_path: Path) -> None:
@@ -62,7 +55,7 @@ def test_the_step_to_resume_from_and_one_that_is_not_there(run_dir: RunDir) -> N
         with pytest.raises(CheckpointError, match="no committed checkpoint"):
             resolve_resume_step(run_dir, wanted)  # type: ignore[arg-type]
     for committed in (5, 20):
-        commit(run_dir, committed)
+        write_checkpoint(run_dir, committed)
     for wanted, step in ((None, None), ("latest", 20), (-1, 20), ("auto", 20), (5, 5), (20, 20)):
         assert resolve_resume_step(run_dir, wanted) == step  # type: ignore[arg-type]
     for wanted in (7, 0, -2, 21):
@@ -72,7 +65,7 @@ def test_the_step_to_resume_from_and_one_that_is_not_there(run_dir: RunDir) -> N
 
 
 def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
-    commit(run_dir, 1)
+    write_checkpoint(run_dir, 1)
     parents = (run_dir.checkpoints, run_dir.rollouts, run_dir.weights)
     leftovers = [atomic.temporary_sibling(parent / "step_3") for parent in parents]
     for path in leftovers:
@@ -88,7 +81,7 @@ def test_leftovers_of_writers_are_cleared_and_named(run_dir: RunDir) -> None:
 
 def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
     for step in (1, 2, 3, 10):
-        commit(run_dir, step)
+        write_checkpoint(run_dir, step)
         for directory in (run_dir.batch(step), run_dir.weights_of(step)):
             directory.mkdir(parents=True)
             (directory / "content").write_text(str(step))
@@ -113,11 +106,12 @@ def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
 
 def test_what_an_attempt_set_aside_that_died_of_it_is_not_written_over(run_dir: RunDir) -> None:
     for loss in (1, 2):
-        (commit(run_dir, 2) / "data").write_bytes(b"%d" % loss)
+        (write_checkpoint(run_dir, 2) / "a_first.txt").write_bytes(b"%d" % loss)
         run_dir.metrics.write_text(json.dumps({"step": 2, "loss": loss}) + "\n")
         set_aside_after(run_dir, 1, attempt=2)
     aside = run_dir.discarded(2)
-    assert [(aside / "checkpoints" / name / "data").read_bytes() for name in ("step_2", "step_2.2")] == [b"1", b"2"]
+    first = [(aside / "checkpoints" / name / "a_first.txt").read_bytes() for name in ("step_2", "step_2.2")]
+    assert first == [b"1", b"2"]
     assert [json.loads((aside / name).read_text())["loss"] for name in ("metrics.jsonl", "metrics.jsonl.2")] == [1, 2]
 
 
@@ -128,7 +122,7 @@ def test_what_lies_on_another_disk_is_set_aside_there_and_forgotten_with_its_att
             (Path(disk) / parent.name).mkdir()
             parent.symlink_to(Path(disk) / parent.name)
         for step in (1, 2):
-            commit(run_dir, step)
+            write_checkpoint(run_dir, step)
         (run_dir.weights / "step_9").mkdir()
         moved = set_aside_after(run_dir, 1, attempt=4)
         aside = {path.relative_to(run_dir.path).as_posix() for path in moved if path.is_dir()}
@@ -145,7 +139,7 @@ def test_pruning_removes_old_batches_and_cleaning_the_run_and_nothing_else(run_d
         run_dir.batch(step).mkdir(parents=True)
     run_dir.prune_batches(2)
     assert run_dir.published_batches() == [10]
-    commit(run_dir, 1)
+    write_checkpoint(run_dir, 1)
     run_dir.logs(1).mkdir(parents=True)
     run_dir.metrics.write_text("{}\n")
     (run_dir.path / "notes.txt").write_text("mine")
@@ -170,9 +164,9 @@ def test_a_disk_that_is_mounted_in_the_run_is_emptied_and_stays(run_dir: RunDir)
 
 def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
     for step in (5, 10, 15):
-        commit(run_dir, step)
-    (run_dir.checkpoint(10) / "data").write_bytes(b"xx")
-    with pytest.raises(CheckpointError, match="resume_step = 10: .*data is damaged.*other committed steps: 5"):
+        write_checkpoint(run_dir, step)
+    (run_dir.checkpoint(10) / "a_first.txt").write_bytes(b"xx")
+    with pytest.raises(CheckpointError, match="resume_step = 10: .*a_first.txt is damaged.*other committed steps: 5"):
         resolve_resume_step(run_dir, 10)
     (run_dir.checkpoint(15) / manifest.MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match="resume_step = 15: .*manifest.json is missing.*steps: 5, 10.$"):
@@ -181,7 +175,7 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
     shutil.copytree(run_dir.checkpoint(5), run_dir.checkpoint(10))
     with pytest.raises(CheckpointError, match="resume_step = 10: .*the manifest of step 5, not of step 10"):
         resolve_resume_step(run_dir, 10)
-    checkpoint_files.write_weights(run_dir, 16).replace(run_dir.checkpoint(16))
+    write_weights(run_dir, 16).replace(run_dir.checkpoint(16))
     with pytest.raises(CheckpointError, match="holds weights, not a checkpoint"):
         resolve_resume_step(run_dir, 16)
     assert resolve_resume_step(run_dir, 5) == 5
@@ -191,8 +185,8 @@ def test_a_damaged_step_that_was_asked_for_is_an_error(run_dir: RunDir) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["latest", "auto"])
-@pytest.mark.parametrize("file", ["data", manifest.MANIFEST_NAME])
+@pytest.mark.parametrize("file", ["a_first.txt", manifest.MANIFEST_NAME])
 def test_damaged_alone_is_no_fresh_start(run_dir: RunDir, wanted: Literal["latest", "auto"], file: str) -> None:
-    (commit(run_dir, 5) / file).unlink()
+    (write_checkpoint(run_dir, 5) / file).unlink()
     with pytest.raises(CheckpointError, match=f"every checkpoint is damaged: .*{file} is missing"):
         resolve_resume_step(run_dir, wanted, say=lambda _: None)
