@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, answer_when
 
 
 def browser() -> str:
@@ -81,11 +81,7 @@ class OpenPage:
 
     def when(self, expression: str, is_so: Callable[[Any], object] = bool) -> Any:
         """Return the first value of an expression for which `is_so` holds."""
-        deadline = time.monotonic() + HANG_S
-        while not is_so(found := self.evaluate(expression)):
-            assert time.monotonic() < deadline, f"{expression} is {found}"
-            time.sleep(0.1)
-        return found
+        return answer_when(lambda: self.evaluate(expression), is_so)
 
     def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
         for kind, (x, y) in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):

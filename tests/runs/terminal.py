@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyte
 
-from tests.runs.processes import HANG_S
+from tests.runs.processes import HANG_S, answer_when
 
 _UNSET = ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES", "LC_ALL", "LC_CTYPE")
 
@@ -106,13 +106,8 @@ class Terminal:
 
     def wait_for(self, what: str | Callable[[list[str]], bool]) -> list[str]:
         """Return the screen as soon as a text, or what a function looks for, is on it."""
-        deadline = time.monotonic() + HANG_S
-        while True:
-            screen = self.screen
-            if any(what in line for line in screen) if isinstance(what, str) else what(screen):
-                return screen
-            assert time.monotonic() < deadline, f"{what} did not come:\n" + "\n".join(screen)
-            time.sleep(0.02)
+        is_there = what if callable(what) else lambda screen: any(what in line for line in screen)
+        return answer_when(lambda: self.screen, is_there)
 
     def end(self) -> int:
         deadline = time.monotonic() + HANG_S
