@@ -164,6 +164,14 @@ def test_what_is_no_file_of_text_is_named(tmp_path: Path) -> None:
     assert str(tmp_path) in refused("@", str(tmp_path))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     assert "binary.toml" in refused("@", str(tmp_path / "binary.toml"))
+    # A pipe without a writer would be waited for, and `/dev/zero` has no end.
+    pipe, sparse = tmp_path / "pipe.toml", tmp_path / "sparse.toml"
+    os.mkfifo(pipe)
+    with open(sparse, "wb") as file:
+        file.truncate(1 << 34)
+    assert "is not a regular file" in refused("@", str(pipe))
+    assert "is not a regular file" in refused("@", "/dev/zero")
+    assert "has 17179869184 bytes, allowed are" in refused("@", str(sparse))
 
 
 @pytest.mark.parametrize(
@@ -265,17 +273,6 @@ def test_where_there_need_be_no_limit_infinity_is_one(write: Write) -> None:
     path = write("orch.toml", "[[environments]]\nid = 'jsonl'\ntimeout_s = inf\n")
     orchestrator = parse_command_line(OrchestratorConfig, ["@", path])
     assert orchestrator.environments[0].deadline_s is None
-
-
-def test_only_regular_files_of_a_size_are_read(tmp_path: Path) -> None:
-    """A pipe without a writer would be waited for, and `/dev/zero` has no end."""
-    pipe, sparse = tmp_path / "pipe.toml", tmp_path / "sparse.toml"
-    os.mkfifo(pipe)
-    with open(sparse, "wb") as file:
-        file.truncate(1 << 34)
-    assert "is not a regular file" in refused("@", str(pipe))
-    assert "is not a regular file" in refused("@", "/dev/zero")
-    assert "has 17179869184 bytes, allowed are" in refused("@", str(sparse))
 
 
 def test_a_resolved_file_that_the_storage_does_not_give_is_no_mistake_in_it() -> None:

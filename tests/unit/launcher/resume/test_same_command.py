@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast.config import CkptConfig, DpoConfig, RlConfig, SftConfig, TrainerConfig
-from holdfast.config.algorithm import PretrainingConfig
-from holdfast.config.orchestrator import OrchestratorConfig, TeacherConfig
-from holdfast.config.resolved import FREE, fingerprint, makes_same_batches
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.resolved import fingerprint, makes_same_batches
 from holdfast.config.rl import hand_down_shared
-from holdfast.config.training import SftDataConfig, learning_rate
+from holdfast.config.training import learning_rate
 from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.failures import profile_lines
 from holdfast.launcher.resume.attempt import Attempt, write_config
@@ -280,26 +279,6 @@ def test_settings_of_one_environment_are_named_with_its_place() -> None:
     drift = compare_settings(settings_of(before), settings_of(after))
     assert drift.computing == ["environments[0].weight: 2.0 -> 3.0"]
     assert drift.free == ["environments[0].timeout_s: 5.0 -> 9.0", "teacher.urls: ['http://here:1'] -> ['http://b:2']"]
-
-
-def test_every_free_setting_is_one() -> None:
-    """A name that no process has would be dead; `engine.threads` is one of the inference server."""
-    config = RlConfig.model_validate({"orchestrator": {"environments": ENVIRONMENTS}})
-    config.orchestrator.teacher = TeacherConfig(urls=["http://here:1"], model="m")
-    config.trainer.pretraining = PretrainingConfig(data=SftDataConfig(name="rows.jsonl"))
-    processes = [config.trainer, config.orchestrator, config.inference, SftConfig(ckpt=CkptConfig())]
-    for key in FREE:
-        first, *further = key.replace("[]", "").split(".")
-        owners = [process for process in processes if first in type(process).model_fields]
-        if "[]" in key:  # the trainer has environments by name
-            owners = [process for process in owners if isinstance(getattr(process, first), list)]
-        assert owners, key
-        parts = [getattr(owner, first) for owner in owners] if further else []
-        for part in parts:
-            owner = part[0] if isinstance(part, list) else part
-            for name in further[:-1]:
-                owner = getattr(owner, name)
-            assert further[-1] in type(owner).model_fields, key
 
 
 def sft(max_steps: int, schedule: str = "linear", **optim: Any) -> SftConfig:
