@@ -66,26 +66,10 @@ def children(package: str) -> set[str]:
     return {name.rpartition(".")[2] for name in _graph().find_children(package)} - {"__main__"}
 
 
-def circles() -> list[tuple[str, ...]]:
-    """Return the groups of neighbours, modules or packages in one package, that import one another in a circle."""
-    found = list[tuple[str, ...]]()
-    for package in sorted(module for module in _graph().modules if _graph().find_children(module)):
-        below = {one: _reached(one) for one in _graph().find_children(package)}
-        found += sorted({tuple(sorted(o for o in below[one] if one in below[o])) for one in below if one in below[one]})
-    return found
-
-
-def _reached(start: str) -> set[str]:
-    """Return the neighbours of a module that it imports, itself or by others of them."""
-    graph, package = _graph(), start.rpartition(".")[0]
-    neighbours, found, todo = graph.find_children(package), set[str](), [start]
-    while todo:
-        one = todo.pop()
-        for other in neighbours - {one} - found:
-            if graph.direct_import_exists(importer=one, imported=other, as_packages=True):
-                found.add(other)
-                todo.append(other)
-    return found
+def circles() -> list[tuple[str, str]]:
+    """Return imports by which neighbours, modules or packages in one package, import one another in a circle."""
+    packages = [module for module in _graph().modules if _graph().find_children(module)]
+    return sorted({one for package in packages for one in _graph().nominate_cycle_breakers(package)})
 
 
 def page_with(text: str) -> str:
