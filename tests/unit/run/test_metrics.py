@@ -84,6 +84,7 @@ def test_what_is_said_of_a_step_comes_after_it_and_what_counts_now_and_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = RunDir(tmp_path)
+    run_dir.logs(1).mkdir(parents=True)
     say = partial(tell, run_dir, "trainer", time=time.time() - 60)
     with Console(run_dir, attempt=1, first_step=0, max_steps=2) as console:
         for done in (3, 6, 9):
