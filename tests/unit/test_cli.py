@@ -140,18 +140,16 @@ def test_a_server_at_a_taken_port_is_refused_first(
     assert code == 2 and f"http://127.0.0.1:{port} is in use, by another server or a run. Stop it, or choose" in err
 
 
-def test_an_existing_run_is_refused_with_the_ways_out_and_stays(run: Command, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.create()
+def test_an_existing_run_is_refused_with_the_ways_out_and_stays(run: Command, run_dir: RunDir) -> None:
     run_dir.metrics.write_text('{"step": 1}\n')
     for flags in ((), ("--dry-run",)):
-        code, _, err = run("sft", *TOY["sft"], "--output-dir", tmp_path, *flags)
+        code, _, err = run("sft", *TOY["sft"], "--output-dir", run_dir.path, *flags)
         assert code == 2
         assert all(word in err for word in ("already holds a run", "--output-dir", "--ckpt.resume-step auto"))
         assert "--clean" not in err, "no way out may remove what can be resumed"
-    code, _, err = run("sft", *TOY["sft"], "--output-dir", tmp_path, "--clean", "--ckpt.resume-step", "latest")
+    code, _, err = run("sft", *TOY["sft"], "--output-dir", run_dir.path, "--clean", "--ckpt.resume-step", "latest")
     assert code == 2 and "--clean" in err and "--ckpt.resume-step" in err, "the two contradict each other"
-    assert run("sft", *TOY["sft"], "--dry-run", "--clean", "--output-dir", tmp_path)[0] == 0
+    assert run("sft", *TOY["sft"], "--dry-run", "--clean", "--output-dir", run_dir.path)[0] == 0
     assert run_dir.holds_run()
 
 
@@ -219,12 +217,10 @@ def started(in_root: Path) -> Started:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", ["monitor {run} --json", "sft --help", "ckpt --help"])
 def test_what_was_to_be_printed_and_was_not_is_told(
-    words: str, unbuffered: str, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, unbuffered: str, started: Started, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    run = RunDir(tmp_path / "run")
-    run.create()
-    words = words.format(run=run.path)
+    words = words.format(run=run_dir.path)
     assert started(words, ">/dev/null") == (0, "")
     assert started(words, CLOSED) == (0, ""), "nobody wants to read it"
     assert started(words, ">&- 2>&- <&-") == (0, "")

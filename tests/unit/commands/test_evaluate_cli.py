@@ -145,9 +145,7 @@ def test_the_latest_step_is_that_of_the_evaluation_that_was_not_finished(tmp_pat
     assert evaluated_policy.unfinished_step(asked, directory) == 3, "its damaged task is played again"
 
 
-def test_an_export_of_an_earlier_start_is_used_again(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.create()
+def test_an_export_of_an_earlier_start_is_used_again(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the weights of step 2 have just gone"):
         evaluated_policy.weights_of_step(run_dir.path, 2, tmp_path)
     checkpoint = write_checkpoint(run_dir, 2)

@@ -78,10 +78,8 @@ def publish(run_dir: RunDir, step: int, **changes: Any) -> None:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
+def run_dir(run_dir: RunDir) -> RunDir:
     """Batches 2, 3 and 4, as retention leaves them."""
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.create()
     settings = f'[model]\nname = "{BASE}"\n'.encode()
     atomic.write_file(run_dir.configs(1) / "orchestrator.toml", settings)
     for step in (2, 3, 4):

@@ -29,10 +29,8 @@ pytestmark = pytest.mark.usefixtures("in_root")
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
+def run_dir(run_dir: RunDir) -> RunDir:
     """Return a run whose orchestrator is three batches ahead of the newest checkpoint, that of step 2."""
-    run_dir = RunDir(tmp_path)
-    run_dir.create()
     for step in range(1, 6):
         add_batch(run_dir, step, version=max(0, step - 2))
     add_checkpoint(run_dir, 2, files=STATE)

@@ -28,7 +28,6 @@ from tests.unit.conftest import Command, Refused
 @pytest.fixture
 def steps(run_dir: RunDir) -> RunDir:
     """A run of three steps that nobody is at work on."""
-    run_dir.create()
     run_dir.metrics.write_text("".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in (1, 2, 3)))
     for name, text in (("inference", "max_steps = 99"), ("broken", "max_steps = ["), ("sft", "max_steps = 4")):
         write_settings(run_dir, name, text)

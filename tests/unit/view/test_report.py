@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 from holdfast.view.charts import MAX_BLOCKS, PHASE_COLOURS, phase_charts, thin_out, timeline_of
 from holdfast.view.run_data import read_columns, read_run
-from tests.builders.attempts import tell
+from tests.builders.attempts import tell, write_settings
 from tests.builders.evaluations import evaluated
 from tests.builders.shown_runs import BEGIN, make_run
 from tests.conftest import BASE
@@ -179,15 +180,11 @@ def test_an_evaluation_alone_is_a_table(run_command: Command, tmp_path: Path) ->
     assert "<td>avg@2</td><td>0.3</td><td>0.2 to 0.4</td>" in shown and figures_of(tmp_path / "page.html") == {}
 
 
-def test_a_run_that_has_just_begun_has_a_page(run_command: Command, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.create()
+def test_a_run_that_has_just_begun_has_a_page(run_command: Command, run_dir: RunDir) -> None:
     run_dir.lock()
-    (run_dir.path / "configs" / "attempt_7").mkdir(parents=True)
-    (run_dir.path / "configs" / "attempt_7" / "trainer.toml").write_text("max_steps = ")
-    for name in ("attempt_x", "attempt_7"):
-        (run_dir.path / "logs" / name).mkdir(parents=True)
-        (run_dir.path / "logs" / name / "events.jsonl").write_text('{"time": 1, "process": "trainer", "phase": "x"}\n')
+    write_settings(run_dir, "trainer", "max_steps = ", attempt=7)
+    (run_dir.path / "logs" / "attempt_x").mkdir(parents=True)
+    shutil.copy(tell(run_dir, "trainer", "x", attempt=7), run_dir.path / "logs" / "attempt_x")
     shown = made(run_command, run_dir.path)
     assert "<td>running</td><td>0</td>" in shown and "settings are left out" in shown
     assert "attempts before 7 are not shown: their logs were removed" in shown and "<td>7</td>" in shown
