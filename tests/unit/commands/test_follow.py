@@ -124,20 +124,6 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path, run_command: Command
     assert code == 2 and "evaluates itself (eval)" in err
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"interval": 3}, "interval = 3 is of steps that are followed"),
-        ({"follow": True, "step": 4}, "leave step out"),
-        ({"follow": True, "run": None, "model": {"name": "a"}}, "set run, and leave step out"),
-        ({"follow": True, "clean": True}, "clean removes them"),
-    ],
-)
-def test_settings_of_following_fit_together(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        EvaluateConfig.model_validate({"run": "a"} | changes)
-
-
 @pytest.mark.launch
 def test_a_dry_run_names_the_steps_that_are_missing(run_command: Command, tmp_path: Path) -> None:
     run_dir = run_of(tmp_path / "run", 5, 10)
@@ -336,26 +322,6 @@ def test_elsewhere_a_step_trained_again_is_evaluated_again(tmp_path: Path, capsy
     assert "step_10 is not of the weights that step 10 has now, or damaged: evaluating it again" in said
     assert "step 10 is not evaluated: its checkpoint went away" in said
     assert not (config.output_dir / "step_10").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "there are none but of the last step: set ckpt.interval to 4"),
-        ({"ckpt": {"interval": 3}}, "ckpt.interval = 3: set ckpt.interval to 4"),
-        ({"ckpt": {"interval": 2}, "parallel": {"nodes": 2, "rdzv_endpoint": "a"}}, "--follow` where there is room"),
-        ({"ckpt": {"interval": 2}, "slurm": {}}, "--follow` where there is room"),
-        ({"eval": EVAL | {"inference": {"engines": 2}}}, "an evaluation has one server"),
-        (
-            {"eval": EVAL | {"seq_len": 64, "inference": {"model": {"max_len": 32}}}},
-            "is more than inference.model.max_len",
-        ),
-        ({"eval": {"environments": []}}, "at least 1 item"),
-    ],
-)
-def test_evaluations_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        SftConfig.model_validate({"eval": EVAL} | changes)
 
 
 def evaluated_sft(**changes: Any) -> SftConfig:

@@ -26,6 +26,7 @@ from holdfast.config.algorithm import DistillationConfig
 from holdfast.config.base import Command, ModelConfig
 from holdfast.config.load import read_toml, to_toml
 from holdfast.config.resolved import fingerprint
+from tests.builders.toy import ENVIRONMENTS
 from tests.conftest import ROOT
 
 COMMANDS = (SftConfig, DpoConfig, RewardTrainingConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
@@ -169,9 +170,25 @@ def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
     assert TrainerConfig.model_validate({"distillation": {"coef": 0.5}, "kl": kl}).advantage == "dr_grpo"
 
 
+EVAL = {"interval": 4, "environments": ENVIRONMENTS}
+SHORT = {"model": {"max_len": 32}}
+EVALUATED: dict[str, Any] = {"eval": EVAL, "ckpt": {"interval": 2}}
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "said"),
     [
+        (EvaluateConfig, {"run": "a", "interval": 3}, "interval = 3 is of steps that are followed"),
+        (EvaluateConfig, {"run": "a", "follow": True, "step": 4}, "leave step out"),
+        (EvaluateConfig, {"run": None, "follow": True, "model": {"name": "a"}}, "set run, and leave step out"),
+        (EvaluateConfig, {"run": "a", "follow": True, "clean": True}, "clean removes them"),
+        (SftConfig, {"eval": EVAL}, "there are none but of the last step: set ckpt.interval to 4"),
+        (SftConfig, {"eval": EVAL, "ckpt": {"interval": 3}}, "ckpt.interval = 3: set ckpt.interval to 4"),
+        (SftConfig, EVALUATED | {"parallel": {"nodes": 2, "rdzv_endpoint": "a"}}, "--follow` where there is room"),
+        (SftConfig, EVALUATED | {"slurm": {}}, "--follow` where there is room"),
+        (SftConfig, {"eval": EVAL | {"inference": {"engines": 2}}}, "an evaluation has one server"),
+        (SftConfig, {"eval": EVAL | {"seq_len": 64, "inference": SHORT}}, "is more than inference.model.max_len"),
+        (SftConfig, {"eval": {"environments": []}}, "at least 1 item"),
         (SftConfig, {"ckpt": {"keep_best": "max:"}}, "keep_best = 'max:' names no metric"),
         (SftConfig, {"ckpt": {"init_from": "a", "resume_dir": "b"}}, "give one of them"),
         (SftConfig, {"model": {"lora": {"target_modules": []}}}, "must name at least one layer, or be 'all-linear'"),

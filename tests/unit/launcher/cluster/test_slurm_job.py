@@ -4,7 +4,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -224,22 +223,16 @@ def test_impossible_jobs_are_told(flags: tuple[str, ...], reason: str, more: tup
         (("--slurm.time", "tomorrow"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
         (("--slurm.time", "1:::2"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
         (("--cluster", "ray://head"), "should be 'ray', 'ray://HOST:PORT' or 'slurm', got \"ray://head\""),
-    ],
-)
-def test_what_no_cluster_takes_is_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        parsed(tmp_path / "run", *flags)
-
-
-def test_places_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    cases: list[tuple[tuple[Any, ...], str]] = [
         (("--slurm", "--ckpt", "--cluster", "ray"), "cluster = 'ray' and --slurm are two places"),
         (("--cluster", "slurm"), r"needs an allocation \(SLURM_JOB_NODELIST is not set\)"),
         (("--trainer.parallel.nodes", "2"), "without --cluster `rl` starts all on this machine"),
         (("--cluster", "ray://127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: .*refused"),
         (("--cluster", "ray", "--inference.server.host", "0.0.0.0"), "names one machine, and `cluster` chooses it"),
-    ]
-    for flags, reason in cases:
-        with pytest.raises(ConfigError, match=reason):
-            launch_rl(parsed(tmp_path / "run", "--dry-run", *flags))
+    ],
+)
+def test_what_no_cluster_takes_is_refused(
+    flags: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(ConfigError, match=reason):
+        launch_rl(parsed(tmp_path / "run", "--dry-run", *flags))
