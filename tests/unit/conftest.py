@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ def seeded() -> None:
 
 Command = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
+Told = Callable[[], str]
+When = Callable[[Callable[[], object], Callable[[], object]], None]
 
 
 @pytest.fixture
@@ -72,11 +75,32 @@ def stands(tmp_path: Path) -> Stands:
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
     """Return a function that says what the test has printed so far, also while another thread prints. `readouterr`
     empties what it has read: of what is printed in that moment it loses some.
     """
     return lambda: getattr(sys.stdout, "getvalue", str)()  # once the test is over, it may be another stream
+
+
+@pytest.fixture
+def when() -> Iterator[When]:
+    """Return what does something in a thread as soon as something is so, unless the test is over."""
+    is_over, threads = threading.Event(), list[threading.Thread]()
+
+    def wait(is_so: Callable[[], object], act: Callable[[], object]) -> None:
+        while not is_so():
+            if is_over.wait(0.01):
+                return
+        act()
+
+    def arrange(is_so: Callable[[], object], act: Callable[[], object]) -> None:
+        threads.append(threading.Thread(target=wait, args=(is_so, act)))
+        threads[-1].start()
+
+    yield arrange
+    is_over.set()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture

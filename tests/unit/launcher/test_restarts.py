@@ -1,9 +1,6 @@
 """What the launcher starts again, how often and when, what it leaves alone, and what it waits for."""
 
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +14,7 @@ from holdfast.run.run_dir import RunDir
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.stand_ins import Stands
+from tests.unit.conftest import Told, When
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
 
@@ -74,43 +72,20 @@ def test_a_run_heals_where_its_processes_cannot_be_told(stands: Stands, monkeypa
     assert stands.watch(trainer=trainer, orchestrator=_MAKES_A_BATCH) == 0
 
 
-def test_a_host_that_is_lost_while_an_attempt_is_prepared_is_one_more_death(
-    stands: Stands, told: Callable[[], str]
-) -> None:
+def test_a_host_that_is_lost_while_an_attempt_is_prepared_is_one_more_death(stands: Stands, told: Told) -> None:
     stands.lost_hosts = 2
     trainer = f"if start == 1: sys.exit(1)\n{_UNTIL_A_BATCH}made('weights/step_1')"
     assert stands.watch(trainer=trainer, orchestrator=_MAKES_A_BATCH) == 0
     assert "host_1 is lost" in told() and "(restart 3 of 3)" in told()
 
 
-@pytest.fixture
-def terminated_when(told: Callable[[], str]) -> Iterator[Callable[[str], None]]:
-    """Return what has SIGTERM sent to this process as soon as it has printed a text."""
-    is_over = threading.Event()
-    threads: list[threading.Thread] = []
-
-    def send_when(text: str) -> None:
-        while text not in told() and not is_over.is_set():
-            time.sleep(0.01)
-        signal.raise_signal(signal.SIGTERM)
-
-    def arrange(text: str) -> None:
-        threads.append(threading.Thread(target=send_when, args=(text,)))
-        threads[-1].start()
-
-    yield arrange
-    is_over.set()
-    for thread in threads:
-        thread.join()
-
-
-def test_a_signal_while_storage_is_awaited_ends_the_run(stands: Stands, terminated_when: Callable[[str], None]) -> None:
+def test_a_signal_while_storage_is_awaited_ends_the_run(stands: Stands, when: When, told: Told) -> None:
     """The trainer that cannot save has ended, so its step is not saved."""
     trainer = f"""
 Path("metrics.jsonl").write_text('{{"step": 1}}\\n')
 print("error: the checkpoint of step 1 could not be saved"); sys.exit({STORAGE_FAILED})
 """
-    terminated_when("waiting for storage")
+    when(lambda: "waiting for storage" in told(), lambda: signal.raise_signal(signal.SIGTERM))
     assert stands.watch(trainer=trainer, orchestrator="time.sleep(600)", ckpt={}) == NOT_SAVED
 
 
@@ -164,11 +139,12 @@ def test_a_giving_up_that_nobody_hears_of(stands: Stands, capfd: pytest.CaptureF
 
 
 def test_a_stop_while_evaluations_are_started_again_ends_the_run(
-    stands: Stands, terminated_when: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    stands: Stands, when: When, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "_FIRST_DELAY_S", 1e6)
     monkeypatch.setattr(failures, "_LAST_DELAY_S", 1e6)
-    terminated_when("evaluation ended with exit code 1: starting it again")
+    said = "evaluation ended with exit code 1: starting it again"
+    when(lambda: said in told(), lambda: signal.raise_signal(signal.SIGTERM))
     trainer = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(600)"
     assert stands.watch(heals=False, evaluation="sys.exit(1)", trainer=trainer) == 128 + signal.SIGTERM
 
@@ -189,28 +165,14 @@ _WHEN_GIVEN_UP = "while not Path('given_up').exists(): time.sleep(0.02)\n"
     ],
 )
 def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_the_next_attempt(
-    stands: Stands, told: Callable[[], str], dies: str
+    stands: Stands, when: When, told: Told, dies: str
 ) -> None:
     first = f"if os.path.exists('given_up'): Path('tried_again').touch(); time.sleep(600)\n{dies}"
     # The trainer dies once, when the launcher has said that it goes on.
     trainer = f"{_WHEN_GIVEN_UP}if start == 1: {_KILLED}\n"
     trainer += "while not Path('tried_again').exists(): time.sleep(0.02)\nmade('weights/step_1')"
-    is_over = threading.Event()
-
-    def note() -> None:
-        while not is_over.wait(0.01):
-            if "the run continues without inference_0" in told():
-                (stands.run_dir.path / "given_up").touch()
-
-    noting = threading.Thread(target=note)
-    noting.start()
-    try:
-        code = stands.watch(
-            inference_0=first, inference_1="time.sleep(600)", trainer=trainer, orchestrator=_MAKES_A_BATCH
-        )
-    finally:
-        is_over.set()
-        noting.join()
+    when(lambda: "the run continues without inference_0" in told(), (stands.run_dir.path / "given_up").touch)
+    code = stands.watch(inference_0=first, inference_1="time.sleep(600)", trainer=trainer, orchestrator=_MAKES_A_BATCH)
     assert code == 0 and stands.attempts == 2
     assert stands.starts("inference_1") == 1
     warnings = [line for line in told().splitlines() if line.startswith("WARNING")]

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -35,6 +35,7 @@ from holdfast.run.run_dir import RunDir, directory_name
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, wait_until
 from tests.servers.orchestrator_fakes import MODEL, FakeEngine, serving
+from tests.unit.conftest import Told, When
 
 HOST = "127.0.0.1"
 
@@ -238,20 +239,8 @@ def ending_s(monkeypatch: pytest.MonkeyPatch) -> None:
 WAITING = f"Waiting for up to {HANG_S:g} s: the last start of this run may have left it"
 
 
-def started_again(directory: Path, port: int, stack: ExitStack, left: ExitStack, told: Callable[[], str]) -> Servers:
-    """Choose for a run whose last start has `left` something at `port`, which ends once the user was told of it."""
-    found: list[Servers] = []
-    before = told().count(WAITING)
-    thread = threading.Thread(target=lambda: found.append(explicit(directory, port).choose(stack)))
-    thread.start()
-    wait_until(lambda: told().count(WAITING) > before or not thread.is_alive())
-    left.close()
-    thread.join()
-    return found[0]
-
-
 def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_at_its_port(
-    tmp_path: Path, first_port: int, told: Callable[[], str], ending_s: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, first_port: int, told: Told, when: When, ending_s: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     RunDir(tmp_path).create()
     engine = FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
@@ -261,11 +250,12 @@ def test_a_run_that_was_killed_and_is_started_again_waits_for_what_it_has_left_a
         # Nobody asked for this port, so there is nothing to wait for.
         other = Launcher(tmp_path, port)
         assert other.choose(stack).starts_own and other.port > port
-        assert started_again(tmp_path, port, stack, left, told).starts_own
-    with ExitStack() as left, ExitStack() as stack:  # it still loads, and answers nothing
-        loading = left.enter_context(socket.socket())
+        when(lambda: WAITING in told(), left.close)
+        assert explicit(tmp_path, port).choose(stack).starts_own
+    with socket.socket() as loading, ExitStack() as stack:  # it still loads, and answers nothing
         loading.bind((HOST, first_port))
-        assert started_again(tmp_path, first_port, stack, left, told).starts_own
+        when(lambda: told().count(WAITING) == 2, loading.close)
+        assert explicit(tmp_path, first_port).choose(stack).starts_own
     monkeypatch.setattr("holdfast.launcher.server_choice._ENDING_S", 0.2)
     with socket.socket() as stays, ExitStack() as stack:
         stays.bind((HOST, first_port))
@@ -384,16 +374,13 @@ def test_a_server_that_refuses_the_claim_or_does_not_answer_it_is_not_taken(tmp_
         refused(explicit(tmp_path, port), stack, r"gave no answer \(Remote end closed connection")
 
 
-def test_a_server_claimed_before_a_wait_is_returned(tmp_path: Path, told: Callable[[], str], ending_s: None) -> None:
+def test_a_server_claimed_before_a_wait_is_returned(tmp_path: Path, told: Told, when: When, ending_s: None) -> None:
     RunDir(tmp_path).create()
     free, ending = FakeEngine(), FakeEngine(owner="mine", directory=directory_name(RunDir(tmp_path)), lease_s=None)
     with serving(free, ending), ExitStack() as stack:
         launcher = Launcher(tmp_path, 1, "--orchestrator.client.urls", f'["{free.url}", "{ending.url}"]')
-        thread = threading.Thread(target=lambda: launcher.choose(stack))
-        thread.start()
-        wait_until(lambda: WAITING in told() or not thread.is_alive())
-        ending.owner = None
-        thread.join()
+        when(lambda: WAITING in told(), lambda: setattr(ending, "owner", None))
+        launcher.choose(stack)
         assert free.claims >= 2 and free.owner == ending.owner == RunDir(tmp_path).run_id()
         RunDir(tmp_path).lock()  # it is this run's, so all is given back
         stack.close()

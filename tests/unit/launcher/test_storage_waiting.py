@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from holdfast.view.follow import Tail
 from tests.builders.attempts import tell
 from tests.builders.checkpoint_files import write_checkpoint
 from tests.runs.stand_ins import Stands
+from tests.unit.conftest import Told, When
 
 
 def caused(error: Exception, cause: BaseException) -> Exception:
@@ -240,7 +240,7 @@ _ENDS = [(_STORE, "hangs", NOT_SAVED), (_STORE, "137", NOT_SAVED), (_STORE, "3",
 
 @pytest.mark.parametrize(("store", "end", "code"), [*_ENDS, (None, "hangs", 143)])
 def test_the_exit_code_is_that_of_the_upload(
-    store: str | None, end: str, code: int, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, told: Callable[[], str]
+    store: str | None, end: str, code: int, run_dir: RunDir, when: When, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restarts, "_TELLING_S", 0.1)
     write_checkpoint(run_dir, 5)
@@ -249,15 +249,10 @@ def test_the_exit_code_is_that_of_the_upload(
     argv = [sys.executable, "-c", TRAINER, str(run_dir.metrics), end]
     plan = restarts.Plan(Attempt(run_dir, 1, None), {"trainer": argv}, config, [])
 
-    def signal_when_trained() -> None:
-        while not run_dir.metrics.exists() or not run_dir.metrics.read_text():
-            is_over.wait(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def has_trained() -> bool:
+        return run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0
 
-    is_over = threading.Event()
-    thread = threading.Thread(target=signal_when_trained)
-    thread.start()
+    when(has_trained, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert restarts.watch(plan) == code
-    thread.join()
     is_here_alone = f"step 5 is saved here, but not at {store}" in told()
     assert is_here_alone == (code == NOT_SAVED) and HEARTBEAT_ENV not in os.environ

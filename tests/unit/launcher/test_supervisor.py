@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from holdfast.launcher.cluster.hosts import LocalProcess
 from holdfast.launcher.supervisor import Child, Supervisor, end_of_log, error_message, last_lines
 from holdfast.process.child import LAUNCHER_ENV
 from tests.runs.processes import HANG_S, wait_until
+from tests.unit.conftest import When
 
 pytestmark = pytest.mark.usefixtures("restored_signals")
 Ends = Callable[..., bool]
@@ -70,15 +70,13 @@ def test_a_service_that_dies_when_all_is_done_is_not_missed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_ends_the_run(number: signal.Signals, tmp_path: Path, when: When) -> None:
     signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may have it ignored
     with Supervisor() as supervisor:
         child = supervisor.start("worker", python("time.sleep(600)"), tmp_path / "w.log", environment={})
         assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0), "Ctrl-C reaches the launcher alone"
-        timer = threading.Thread(target=lambda: os.kill(os.getpid(), number))
-        timer.start()
+        when(lambda: True, lambda: os.kill(os.getpid(), number))
         assert supervisor.run(lambda: None) == number
-        timer.join()
     assert child.process.returncode == -signal.SIGTERM
 
 

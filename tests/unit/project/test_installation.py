@@ -1,4 +1,4 @@
-"""What uv installs: the chosen build of vLLM stays, no two packages own one file, a wheel's wrong label is mended."""
+"""What uv installs: the chosen build of vLLM stays, and no two packages own one file."""
 
 import os
 import shutil
