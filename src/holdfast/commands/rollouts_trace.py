@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import CheckpointError, ConfigError, DataError, InferenceError
-from holdfast.launcher.liveness import opener
+from holdfast.launcher.liveness import open_directly
 from holdfast.protocol.inference import (
     GENERATE_ROUTE,
     WEIGHTS_ROUTE,
@@ -126,7 +126,7 @@ def _kept(weights: Path, digest: str) -> str | None:
 def _asked(server: str, route: str, body: bytes | None, kind: type[_Answer]) -> _Answer:
     try:
         request = urllib.request.Request(server + route, body, {"Content-Type": "application/json"})
-        with opener.open(request, timeout=_ANSWER_TIMEOUT_S) as answer:
+        with open_directly(request, timeout_s=_ANSWER_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(), type=kind, dec_hook=decode_packed)
     except urllib.error.HTTPError as error:
         raise InferenceError(f"{server} refuses a request: {error.read().decode(errors='replace'):.500}") from None

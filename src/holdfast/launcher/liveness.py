@@ -21,13 +21,16 @@ from pathlib import Path
 from holdfast.process.heartbeat import PERIOD_S, Beat, awake_s, read_beat
 from holdfast.process.scratch import drop, hold, make_scratch, remove_abandoned, scratch_name
 
-# Proxies of the environment are for the internet, not for the servers of a run.
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 PROBE_PERIOD_S = 5.0
 # A process imports before its first beat, for seconds on a busy machine.
 _FIRST_BEAT_S = 30.0
 _MEMORY = Path("/dev/shm")
+
+
+def open_directly(request: str | urllib.request.Request, *, timeout_s: float) -> http.client.HTTPResponse:
+    """Open a URL of a server of a run without the proxies of the environment, which are for the internet."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(request, timeout=timeout_s)
 
 
 @contextmanager
@@ -226,7 +229,7 @@ class HealthProbe:
         while not self._ended.is_set():
             asked = awake_s()
             try:
-                with opener.open(self._health.url, timeout=self._health.timeout_s):
+                with open_directly(self._health.url, timeout_s=self._health.timeout_s):
                     self._last_good = asked  # which is what the answer proves
                     self.was_good = True
             except (OSError, http.client.HTTPException) as error:

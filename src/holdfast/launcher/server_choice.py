@@ -24,7 +24,7 @@ import msgspec
 
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError, InferenceError, printable
-from holdfast.launcher.liveness import opener
+from holdfast.launcher.liveness import open_directly
 from holdfast.protocol.inference import (
     CLAIM_ROUTE,
     RELEASE_ROUTE,
@@ -361,7 +361,7 @@ class _ServerChoice:
         token = read_admin_token(self._config.orchestrator.client.admin_token_env)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         request = urllib.request.Request(f"{url}{route}", msgspec.json.encode(self._me), headers)
-        with opener.open(request, timeout=_TIMEOUT_S):
+        with open_directly(request, timeout_s=_TIMEOUT_S):
             return
 
 
@@ -372,7 +372,7 @@ def _look(url: str) -> ServedWeights | None:
         _Taken: something else answers.
     """
     try:
-        with opener.open(f"{url}{WEIGHTS_ROUTE}", timeout=_TIMEOUT_S) as answer:
+        with open_directly(f"{url}{WEIGHTS_ROUTE}", timeout_s=_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(_MOST_BYTES), type=ServedWeights)
     except urllib.error.HTTPError as error:
         error.close()
