@@ -17,6 +17,7 @@ import pytest
 
 from holdfast.config import InferenceConfig
 from holdfast.launcher.failures import engine_failure
+from holdfast.launcher.liveness import LivenessMonitor
 from holdfast.launcher.supervisor import error_message
 from holdfast.process.heartbeat import HEARTBEAT_ENV, read_beat
 from holdfast.process.scratch import remove_abandoned
@@ -310,6 +311,22 @@ def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None
         assert "no answer to a probe within 0.5 s" in response.json()["reason"]
     finally:
         engine.resume()
+    server.wait_ready()
+    assert server.terminate() == 0
+
+
+def test_a_server_whose_engine_is_stopped_while_it_starts_sends_no_heartbeat(model: Path, tmp_path: Path) -> None:
+    beats = tmp_path / "beats" / "inference"
+    server = _start(model, tmp_path, env={HEARTBEAT_ENV: str(beats)})
+    engine = _engine(server)
+    monitor = LivenessMonitor(beats)
+    engine.suspend()
+    try:
+        wait_until(lambda: monitor.silent_s() > 5, "silence")
+        assert monitor.pids() == [server.pid]
+    finally:
+        engine.resume()
+    wait_until(lambda: monitor.silent_s() < 2, "heartbeats")
     server.wait_ready()
     assert server.terminate() == 0
 

@@ -20,6 +20,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import uvicorn
 import uvloop
 from prometheus_client import REGISTRY
@@ -43,8 +44,9 @@ from holdfast.inference.engine import (
 )
 from holdfast.inference.routes import Routes, build_application
 from holdfast.inference.weights import EngineWeights, ServerMetrics
-from holdfast.process.child import is_ignored
+from holdfast.process.child import is_ignored, is_stopped
 from holdfast.process.events import report
+from holdfast.process.heartbeat import send_none_while
 from holdfast.protocol.inference import Owner
 from holdfast.run.manifest import file_digest
 
@@ -58,6 +60,24 @@ _log = logging.getLogger("inference")
 _WATCH_INTERVAL_S = 0.2
 _KEEP_ALIVE_S = 120
 _BACKLOG = 2048  # uvicorn's own
+
+
+class _EngineProcesses:
+    """The processes of the engine, to see a SIGSTOP while the engine starts: `/health` shows it only later."""
+
+    def __init__(self) -> None:
+        self._pids: list[int] = []
+        self._is_starting = True
+
+    def are_stopped(self) -> bool:
+        """Whether a signal stopped any of them."""
+        if self._is_starting:
+            self._pids = [process.pid for process in psutil.Process().children(recursive=True)]
+        return any(map(is_stopped, self._pids))
+
+    def have_started(self) -> None:
+        """Look for no new processes: that reads all processes of the machine."""
+        self._is_starting = False
 
 
 class _Server(uvicorn.Server):
@@ -96,6 +116,8 @@ async def _serve(
     owner: Owner | None,
     signals: Sequence[signal.Signals],
 ) -> int:
+    processes = _EngineProcesses()
+    send_none_while(processes.are_stopped)
     async with contextlib.AsyncExitStack() as stack:
         try:
             engine = await stack.enter_async_context(running_engine(args))
@@ -105,6 +127,7 @@ async def _serve(
                 _log.error("the engine died while it started: %s", error)
                 return ENGINE_DIED_EXIT_CODE
             raise InferenceError(f"the engine did not start: {_reason(error)} (its log is above)") from None
+        processes.have_started()
         metrics = ServerMetrics()
         metrics.watch(engine.engine_core)
         REGISTRY.register(metrics)

@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -201,6 +201,7 @@ class Heartbeat:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.beat = Beat()
+        self.is_withheld: Callable[[], bool] = lambda: False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         if path is not None:
@@ -212,7 +213,8 @@ class Heartbeat:
         while not self._ended.is_set():
             failure = ""
             try:
-                self._write(self.path)
+                if not self.is_withheld():
+                    self._write(self.path)
             except OSError as error:
                 failure = str(error)
             if failure not in ("", told):
@@ -265,6 +267,15 @@ def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> N
     before = _own.beat
     # A new object, never changed in place: the beating thread encodes it without a lock.
     _own.beat = Beat(before.moves + 1, before.work + 1, doing, bound_s, answers)
+
+
+def send_none_while(condition: Callable[[], bool]) -> None:
+    """From now on send no heartbeat while `condition` holds, so that the launcher kills this process.
+
+    Args:
+        condition: asked every second by a thread.
+    """
+    _own.is_withheld = condition
 
 
 @contextmanager
