@@ -19,17 +19,7 @@ from holdfast.config.algorithm import PolicyLossConfig
 from holdfast.config.base import KlEstimator
 from holdfast.config.named_algorithms import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig
-from holdfast.protocol.rollouts import (
-    Batch,
-    Logprobs,
-    LossMask,
-    Rewards,
-    Rollout,
-    Sampling,
-    StepRewards,
-    TokenIds,
-    VersionSpan,
-)
+from holdfast.protocol.rollouts import Batch, Rewards, StepRewards, TokenIds
 from holdfast.run.run_dir import REFERENCE_NAME
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy
@@ -38,6 +28,7 @@ from holdfast.trainer.rl import advantages
 from holdfast.trainer.rl import losses as policy_losses
 from tests.builders.advantage_settings import NEEDED
 from tests.builders.learner_runs import LearnerRun, start_learner
+from tests.builders.sampled_rollouts import answered
 from tests.builders.slow_advantages import check_advantage
 from tests.builders.slow_losses import check_policy_loss
 from tests.builders.slow_preferences import check_kl_estimate, check_preference_loss
@@ -111,12 +102,10 @@ def play(policy: Policy, step: int, *, imitated: bool = False, by_token: bool = 
             ids = torch.cat([ids, drawn], dim=1)
     right, sampled, places = GOOD[ids[:, 2:]].float(), torch.cat(logprobs, dim=1), TokenIds(range(2, 2 + SAMPLED))
     rollouts = [
-        Rollout(
-            environment="letters", task_id=(step - 1) * GROUPS + number // GROUP_SIZE,
-            sample_index=number % GROUP_SIZE, token_ids=TokenIds(ids[number].tolist()),
-            loss_mask=LossMask([False] * 2 + [True] * SAMPLED),
-            logprobs=Logprobs([0.0] * 2 + sampled[number].tolist()), versions=[VersionSpan(step - 1, 2, 2 + SAMPLED)],
-            reward=float(right[number].mean()), metrics={"other": float(right[number, -1])}, sampling=Sampling(),
+        answered(
+            ids[number, :2].tolist(), ids[number, 2:].tolist(), sampled[number].tolist(), version=step - 1,
+            environment="letters", task_id=(step - 1) * GROUPS + number // GROUP_SIZE, sample_index=number % GROUP_SIZE,
+            reward=float(right[number].mean()), metrics={"other": float(right[number, -1])},
             step_rewards=StepRewards(places, Rewards(right[number].tolist())) if by_token else None,
         )
         for number in range(len(ids))

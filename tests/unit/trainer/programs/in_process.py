@@ -15,7 +15,7 @@ from holdfast.config import program_config
 from holdfast.config.training import TrainingCommand
 from holdfast.launcher.resume.attempt import with_resume, write_config
 from holdfast.launcher.resume.prepare import prepare
-from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rollout, TokenIds, VersionSpan
+from holdfast.protocol.rollouts import Batch, Rollout
 from holdfast.run import manifest
 from holdfast.run.journal import Accepted, EnvironmentPosition, publish_batch
 from holdfast.run.metrics import read_metrics
@@ -24,6 +24,7 @@ from holdfast.trainer.checkpoint.dcp import ShardWriter
 from holdfast.trainer.checkpoint.state import capture_random_state
 from holdfast.trainer.export import TensorReader
 from holdfast.trainer.mesh import RankGroup
+from tests.builders.sampled_rollouts import answered
 from tests.faults.run_states import checkpoint_state
 from tests.runs.rl import exact_metrics
 
@@ -145,13 +146,9 @@ def _rollouts(step: int) -> list[Rollout]:
     for number in range(_GROUPS * _GROUP_SIZE):
         task, index = divmod(number, _GROUP_SIZE)
         answer = [*(generator.randrange(5, 90) for _ in range(generator.randint(2, 6))), 3]
-        found.append(
-            Rollout(
-                environment="letters", task_id=_GROUPS * (step - 1) + task, sample_index=index,
-                token_ids=TokenIds([4, 5 + task, *answer]), loss_mask=LossMask([False, False, *[True] * len(answer)]),
-                logprobs=Logprobs([0.0, 0.0, *(generator.uniform(-6, -4) for _ in answer)]),
-                versions=[VersionSpan(step - 1, 2, 2 + len(answer))],
-                reward=generator.choice((0.0, 0.5, 1.0)) + 0.01 * index,
-            )
-        )  # fmt: skip
+        logprobs = [generator.uniform(-6, -4) for _ in answer]
+        found.append(answered(
+            [4, 5 + task], answer, logprobs, version=step - 1, environment="letters", sample_index=index,
+            task_id=_GROUPS * (step - 1) + task, reward=generator.choice((0.0, 0.5, 1.0)) + 0.01 * index,
+        ))  # fmt: skip
     return found

@@ -14,17 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import CheckpointError, ConfigError, DataError, TrainingError
-from holdfast.protocol.rollouts import (
-    Batch,
-    Logprobs,
-    LossMask,
-    Rewards,
-    Rollout,
-    Sampling,
-    StepRewards,
-    TokenIds,
-    VersionSpan,
-)
+from holdfast.protocol.rollouts import Batch, Logprobs, LossMask, Rewards, Sampling, StepRewards, TokenIds, VersionSpan
 from holdfast.trainer.data.packing import build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import attention
@@ -37,10 +27,12 @@ from holdfast.trainer.rl.batch import to_samples
 from holdfast.trainer.rl.losses import PolicyLossInput
 from tests.builders.learner_runs import LearnerRun, start_learner
 from tests.builders.plain_models import copy_with_other_tokens, write_reward_model
+from tests.builders.sampled_rollouts import answered
 from tests.conftest import ModelFactory
 
 GROUPS, GROUP_SIZE = 3, 4
 REWARD_KL = {"coef": 0.2, "place": "reward", "target": 0.5, "horizon": 50}
+AT_09 = Sampling(0.9)
 
 _seen: list[PolicyLossInput] = []
 
@@ -65,36 +57,25 @@ class Run(LearnerRun):
         return self.learn_from(make_batch(step, **changes))
 
 
-def make_batch(step: int, *, truncated: tuple[int, ...] = (), sampling: Sampling = Sampling(0.9)) -> Batch:  # noqa: B008
-    """Three groups of four rollouts that depend on the step; `truncated`: which of the twelve are."""
-    generator = np.random.default_rng(step)
-    rollouts = []
+def make_batch(
+    step: int, *, truncated: Sequence[int] = (), sampling: Sampling = AT_09, prompts: Sequence[int] = ()
+) -> Batch:
+    """Three groups of four rollouts that depend on the step; `truncated`: which of the twelve are. `prompts`: how many
+    tokens the one prompt of each group has; a tool speaks within its answers.
+    """
+    generator, rollouts = np.random.default_rng(step), []
     for number in range(GROUPS * GROUP_SIZE):
-        prompt, sampled = 2 + number // GROUP_SIZE, int(generator.integers(1, 9))
-        length = prompt + sampled
-        rollout = Rollout(
-            environment="e", task_id=step * GROUPS + number // GROUP_SIZE, sample_index=number % GROUP_SIZE,
-            token_ids=generator.integers(5, 100, length).tolist(),
-            loss_mask=[0] * prompt + [1] * sampled,
-            logprobs=[0.0] * prompt + generator.uniform(-6, -3, sampled).tolist(),
-            versions=[VersionSpan(version=step - 1, start=prompt, end=length)],
-            reward=float(generator.normal()), truncated=number in truncated, sampling=sampling,
-        )  # fmt: skip
-        rollouts.append(rollout)
+        group, length, mask = number // GROUP_SIZE, int(generator.integers(1, 9)), {}
+        prompt, answer = np.split(generator.integers(5, 100, 2 + group + length), [2 + group])
+        if prompts:
+            prompt = np.random.default_rng(group).integers(5, 100, prompts[group])
+            mask = {"loss_mask": LossMask([0] * len(prompt) + [k % 4 != 2 for k in range(length)])}
+        rollouts.append(answered(
+            prompt, answer, generator.uniform(-6, -3, length), version=step - 1, task_id=step * GROUPS + group,
+            sample_index=number % GROUP_SIZE, reward=float(generator.normal()), truncated=number in truncated,
+            sampling=sampling, **mask,
+        ))  # fmt: skip
     return Batch(step=step, policy_version=step - 1, weights_digest="d" * 32, rollouts=rollouts)
-
-
-def with_prompts(batch: Batch, lengths: Sequence[int]) -> Batch:
-    """Return the batch with one prompt for each group, of so many tokens, and a tool that speaks within answers."""
-    for number, rollout in enumerate(batch.rollouts):
-        group, was = number // GROUP_SIZE, 2 + number // GROUP_SIZE
-        length = lengths[group]
-        prompt = np.random.default_rng(group).integers(5, 100, length).tolist()
-        rollout.token_ids = TokenIds([*prompt, *rollout.token_ids[was:]])
-        rollout.loss_mask = LossMask([0] * length + [int(k % 4 != 2) for k in range(len(rollout.loss_mask) - was)])
-        rollout.logprobs = Logprobs([0.0] * length + list(rollout.logprobs[was:]))
-        rollout.versions = [VersionSpan(version=batch.step - 1, start=length, end=len(rollout.token_ids))]
-    return batch
 
 
 def check_advantages(seen: list[PolicyLossInput], rewards: Sequence[float]) -> None:
@@ -338,8 +319,7 @@ def test_a_step_learns_the_same_whether_answers_share_their_prompt_or_not(start:
             computed[-1] += given[0].numel()
 
         run.session.policy.hf_model.get_input_embeddings().register_forward_pre_hook(count)
-        batches = (make_batch(step, truncated=(1, 2)) for step in (1, 2))
-        lines.append([run.learn_from(with_prompts(batch, (65, 64, 7))) for batch in batches])
+        lines.append([run.learn(step, truncated=(1, 2), prompts=(65, 64, 7)) for step in (1, 2)])
     assert computed[0] < 0.75 * computed[1]
     for shared, apart in zip(*lines, strict=True):
         assert shared == pytest.approx(apart, rel=1e-3, abs=1e-5)

@@ -29,6 +29,7 @@ from holdfast.trainer.rl.batch import (
     to_samples,
 )
 from holdfast.trainer.rl.kl import k3
+from tests.builders.sampled_rollouts import answered
 
 LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
@@ -197,37 +198,28 @@ def test_cross_entropy_is_the_weighted_negative_log_likelihood() -> None:
 
 
 def rollout(length: int, sampled: int, *, index: int = 0) -> Rollout:
-    prompt = length - sampled
-    return Rollout(
-        environment="e", task_id=0, sample_index=index, token_ids=list(range(5, 5 + length)),
-        loss_mask=[False] * prompt + [True] * sampled, logprobs=[0.0] * prompt + [-0.5 - k for k in range(sampled)],
-        versions=[VersionSpan(2, prompt, length - 1), VersionSpan(3, length - 1, length)],
-    )  # fmt: skip
-
-
-def samples_of(*rollouts: Rollout) -> list[Sample]:
-    return to_samples(rollouts, trained_version=3)
+    ids, prompt = range(5, 5 + length), length - sampled
+    versions = [VersionSpan(2, prompt, length - 1), VersionSpan(3, length - 1, length)]
+    logprobs = [-0.5 - k for k in range(sampled)]
+    return answered(ids[:prompt], ids[prompt:], logprobs, sample_index=index, versions=versions)
 
 
 def test_rollouts_become_samples_token_by_token() -> None:
-    (sample,) = samples_of(rollout(5, 3))
+    (sample,) = to_samples([rollout(5, 3)], trained_version=3)
     assign_advantages([sample], [[-1.5]])
     assert sample.token_ids.tolist() == [5, 6, 7, 8, 9] and sample.num_targets == 3
     assert sample.per_token[SAMPLER_LOGPROB].tolist() == [0.0, 0.0, -0.5, -1.5, -2.5]
     assert sample.per_token[ADVANTAGE][sample.loss_mask].tolist() == [-1.5] * 3
     assert sample.per_token[AGE][sample.loss_mask].tolist() == [1.0, 1.0, 0.0]
-    micro = build_micro_batch([sample], [0], pack=True, device=torch.device("cpu"))
-    assert micro.target_ids_N.tolist() == [7, 8, 9] and micro.predict_index_N.tolist() == [1, 2, 3]
-    assert micro.per_token[SAMPLER_LOGPROB].tolist() == [-0.5, -1.5, -2.5]
 
 
 def test_a_rollout_that_sampled_nothing_trains_nothing_and_one_whose_arrays_do_not_fit_is_refused() -> None:
-    assert samples_of(rollout(3, 0), rollout(3, 2, index=1))[0].num_targets == 0
+    assert to_samples([rollout(3, 0), rollout(3, 2, index=1)], trained_version=3)[0].num_targets == 0
     for name in ("loss_mask", "logprobs"):
         broken = rollout(5, 3)
         getattr(broken, name).pop()
         with pytest.raises(DataError, match="sample 0: 5 tokens"):
-            samples_of(broken)
+            to_samples([broken], trained_version=3)
 
 
 def test_k3_is_exact_near_equality_and_never_negative() -> None:

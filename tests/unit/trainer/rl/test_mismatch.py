@@ -15,8 +15,8 @@ from holdfast.config import RlConfig, TrainerConfig
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import TrainingError
-from holdfast.protocol.inference import TEXT, ParityPrompt
-from holdfast.protocol.rollouts import Batch, Logprobs, Rollout, Sampling, VersionSpan
+from holdfast.protocol.inference import TEXT, Canary
+from holdfast.protocol.rollouts import Batch, Rollout, Sampling, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
@@ -25,6 +25,7 @@ from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.rl.mismatch import measure_parity_prompt, mismatch_limit
 from holdfast.trainer.session import Stopwatch
 from tests.builders.learner_runs import start_learner
+from tests.builders.sampled_rollouts import answered
 from tests.conftest import ROOT, ModelFactory
 
 PROMPT, LENGTH = 3, 12
@@ -41,12 +42,8 @@ def sampled_by(policy: Policy, mesh: Mesh, sampling: Sampling, *, off_by: float)
         micro = build_micro_batch([Sample(token_ids, mask)], [0], pack=policy.layout.packs, device=mesh.device)
         with torch.no_grad():
             logprobs_N = predict(policy, micro, Reading(sampling)).logprobs_N
-        rollout = Rollout(
-            environment="e", task_id=0, sample_index=number, token_ids=token_ids.tolist(),
-            loss_mask=mask.astype(int).tolist(), logprobs=Logprobs([0.0] * PROMPT + (logprobs_N + off_by).tolist()),
-            versions=[], sampling=sampling, reward=float(number), truncated=False,
-        )  # fmt: skip
-        rollouts.append(rollout)
+        tokens = (token_ids[:PROMPT], token_ids[PROMPT:], (logprobs_N + off_by).tolist())
+        rollouts.append(answered(*tokens, versions=[], sample_index=number, sampling=sampling, reward=float(number)))
     policy.train()
     return rollouts
 
