@@ -66,45 +66,16 @@ def test_deadlines_stand_still(tmp_path: Path, leap: Callable[[float], None]) ->
         assert runner.run(answer()) == "answered"
 
 
-_TIMEOUT_S = 120.0
-_RUN = f"""
+_RUN = """
 import sys, time
 from pathlib import Path
 real, an_hour_later = time.monotonic, Path(sys.argv[1]) / "an_hour_later"
 time.monotonic = lambda: real() + 3600 * an_hour_later.exists()
-from holdfast.config import TrainerConfig
-from holdfast.process.heartbeat import HEARTBEAT_ENV
-from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
-from holdfast.run.run_dir import RunDir
-from holdfast.launcher.plan import Plan
-from holdfast.launcher.restarts import watch
+from tests.runs.stand_ins import Stands
 
-run_dir = RunDir(Path(sys.argv[1]))
-run_dir.create()
-(run_dir.path / "rollouts").mkdir()
-WORK = '''
-import sys, time
-from pathlib import Path
-from holdfast.process.heartbeat import start_heartbeat
-start_heartbeat()
-print("works", flush=True)
-until = Path(sys.argv[1])
-while not until.exists():
-    time.sleep(0.05)
-(until.parent / sys.argv[2]).mkdir(parents=True, exist_ok=True)
-'''
-until = str(run_dir.path / "go_on")
-commands = {{
-    name: [sys.executable, "-c", WORK, until, made]
-    for name, made in (("trainer", "weights/step_1"), ("orchestrator", "rollouts/step_1"))
-}}
-config = TrainerConfig.model_validate({{"output_dir": sys.argv[1], "max_steps": 1}})
-plan = Plan(Attempt(run_dir, 1, None), commands, config, [])
-healing = RestartPolicy(
-    lambda: plan, RestartLimit(0, 600), StorageBackoff(0), heartbeat_timeout_s={_TIMEOUT_S}
-)
-sys.exit(watch(plan, healing))
+work = "print('works', flush=True)\\nwhile not Path('go_on').exists(): time.sleep(0.05)\\nmade({!r})"
+programs = {"trainer": work.format("weights/step_1"), "orchestrator": work.format("rollouts/step_1")}
+sys.exit(Stands(Path(sys.argv[1])).watch(restarts=0, **programs))
 """
 
 
@@ -112,7 +83,6 @@ sys.exit(watch(plan, healing))
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     """The launcher, which wakes first, has nobody's beat of late; nobody is killed for that."""
     run = tmp_path / "run"
-    run.mkdir()
     launcher = psutil.Popen([sys.executable, "-c", _RUN, str(run)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     logs = [run / "logs" / "attempt_1" / f"{name}.log" for name in ("trainer", "orchestrator")]
     while not all(log.exists() and "works" in log.read_text() for log in logs):
