@@ -18,7 +18,6 @@ from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
 from tests.builders.policy_inputs import policy_input
 from tests.builders.scored_rollouts import advantage_of, scored_groups
-from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.trl
 
@@ -95,11 +94,6 @@ def assert_same_loss_and_gradient(theirs: Tensor, ours: Tensor, new_BT: Tensor) 
     gradients = [torch.autograd.grad(loss, new_BT, retain_graph=True)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(*gradients, **EXACT)
     assert gradients[0].count_nonzero() > 0
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: ModelFactory) -> Path:
-    return tiny_model()
 
 
 # Ours, and the settings of TRL that mean the same.

@@ -5,22 +5,15 @@ S = 2 P answers (first all that are chosen), L positions, N tokens of all answer
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
-from holdfast.trainer.preference.losses import (
-    PairLogprobs,
-    PairLosses,
-    kto_loss,
-    preference_loss,
-    reward_loss,
-    sequence_sums,
-)
+from holdfast.config.preference import RewardLossConfig
+from holdfast.trainer.preference.losses import PairLogprobs, kto_loss, preference_loss, reward_loss, sequence_sums
+from tests.builders.slow_preferences import preference_config
 from tests.conftest import ModelFactory
 
 pytestmark = pytest.mark.trl
@@ -86,21 +79,12 @@ def answers(pair_lengths: list[tuple[int, int]], *, prompt_tokens: int = 3) -> A
     )
 
 
-def ours(pairs: PairLogprobs, **settings: Any) -> PairLosses:
-    return preference_loss(pairs, PreferenceLossConfig.model_validate(settings))
-
-
 def assert_same_loss_and_gradient(theirs: Tensor, mine: Tensor, model: PreTrainedModel, *, rtol: float = 1e-9) -> None:
     assert mine.item() == pytest.approx(theirs.item(), rel=rtol)
     parameters = list(model.parameters())
     gradients = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in (mine, theirs))
     for of_mine, of_theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(of_mine, of_theirs, rtol=rtol, atol=rtol * 1e-2)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: ModelFactory) -> Path:
-    return tiny_model()
 
 
 @pytest.fixture
@@ -120,7 +104,8 @@ def test_dpo_is_trls(kind: str, trl_trainers: ModuleType, model: Path, reference
     )  # fmt: skip
     batch = answers(PAIR_LENGTHS)
     theirs = trainer._compute_loss(trainer.model, batch.for_dpo(reference_S), False)
-    scored = ours(batch.pairs(trainer.model, reference_S), type=kind, beta=0.3, **smoothing)
+    config = preference_config(kind, beta=0.3, **smoothing)
+    scored = preference_loss(batch.pairs(trainer.model, reference_S), config)
     assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
     for name, rewards_P in (("chosen", scored.chosen_rewards_P), ("rejected", scored.rejected_rewards_P)):
         logged = trainer._metrics["train"][f"rewards/{name}"][0]
@@ -134,7 +119,7 @@ def test_simpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: P
     )
     batch = answers(PAIR_LENGTHS)
     theirs, _ = trainer.get_batch_loss_metrics(trainer.model, batch.for_cpo())
-    scored = ours(batch.pairs(trainer.model), type="simpo", beta=2.5, margin=1.4)
+    scored = preference_loss(batch.pairs(trainer.model), preference_config("simpo", beta=2.5, margin=1.4))
     assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model)
 
 
@@ -144,7 +129,7 @@ def test_orpo_is_that_of_trl(lengths: tuple[int, int], trl_trainers: ModuleType,
     trainer = trl_trainers.preference_trainer("orpo", model, tmp_path, beta=0.3)
     batch = answers([lengths], prompt_tokens=1)
     theirs, metrics = trainer.get_batch_loss_metrics(trainer.model, batch.for_cpo())
-    scored = ours(batch.pairs(trainer.model), type="orpo", beta=0.3)
+    scored = preference_loss(batch.pairs(trainer.model), preference_config("orpo", beta=0.3))
     assert_same_loss_and_gradient(theirs, scored.losses_P.mean(), trainer.model, rtol=1e-5)
     assert scored.chosen_rewards_P.mean().item() == pytest.approx(metrics["rewards/chosen"], rel=1e-6)
 
@@ -167,8 +152,8 @@ def test_kto_is_trls(drift: float, trl_trainers: ModuleType, model: Path, refere
     theirs = trainer._compute_loss(trainer.model, inputs, False)
     with torch.no_grad():
         kl = max(0.0, (mismatched.sums(trainer.model) - reference_mismatched_S).mean().item())
-    config = PreferenceLossConfig.model_validate({"type": "kto", "beta": 0.3, **weights})
-    losses_A, rewards_A = kto_loss(batch.sums(trainer.model) - reference_S, labels_S, kl, config)
+    ratios_A = batch.sums(trainer.model) - reference_S
+    losses_A, rewards_A = kto_loss(ratios_A, labels_S, kl, preference_config("kto", beta=0.3, **weights))
     assert (kl > 0) == (drift > 0) and trainer._metrics["train"]["kl"][0] == pytest.approx(kl, rel=1e-6)
     assert_same_loss_and_gradient(theirs, losses_A.mean(), trainer.model)
     logged = trainer._metrics["train"]["rewards/chosen"][0]
