@@ -152,16 +152,16 @@ def random_step(seed: int, *, spread: float = 0.3, lengths: tuple[int, ...] = (1
     return sequences
 
 
-def as_input(sequences: Sequences, *, dtype: torch.dtype = torch.float64) -> PolicyLossInput:
+def as_input(sequences: Sequences) -> PolicyLossInput:
     tokens = [token for sequence in sequences for token in sequence]
 
     def tensor(name: str) -> Tensor:
-        return torch.tensor([token[name] for token in tokens], dtype=dtype)
+        return torch.tensor([token[name] for token in tokens], dtype=torch.float64)
 
     shares = [1 / len(sequences) / len(sequence) for sequence in sequences for _ in sequence]
     return policy_input(
         tensor("new").requires_grad_(), old_logprobs_N=tensor("old"), sampler_logprobs_N=tensor("sampler"),
-        advantages_N=tensor("advantage"), weights_N=torch.tensor(shares, dtype=dtype),
+        advantages_N=tensor("advantage"), weights_N=torch.tensor(shares, dtype=torch.float64),
         sequence_N=torch.tensor([index for index, sequence in enumerate(sequences) for _ in sequence]),
         step_sequences=len(sequences), step_tokens=len(tokens),
     )  # fmt: skip

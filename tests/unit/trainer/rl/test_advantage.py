@@ -50,9 +50,6 @@ def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: f
     assert by_token(name, empty) == [[], []]
 
 
-RAISE_THE_SUM = [name for name in REWARD_ADVANTAGES if name not in ("grpo_process", "gdpo")]
-
-
 class Turns:
     """A policy that answers or asks on, up to three turns of a token; the answer earns 1, each turn also `of_turn`."""
 
@@ -78,8 +75,8 @@ class Turns:
             reference_logprobs=np.array([math.log(0.5)] * len(chosen) + padding),
         ), chosen
 
-    def learn(self, name: str, *, steps: int) -> None:
-        """Take steps of the policy gradient with this advantage, the sum over all tokens."""
+    def learn(self, name: str, *, steps: int) -> np.ndarray:
+        """Take steps of the policy gradient with this advantage, the sum over all tokens; return the chances then."""
         advantage, random = advantage_of(name), np.random.default_rng(0)
         for _ in range(steps):
             played = [[self.play(random) for _ in range(8)] for _ in range(8)]
@@ -91,17 +88,14 @@ class Turns:
                     for turn, one in enumerate(chosen):
                         gradient[turn] += of_tokens[turn] * (one - self.stops()[turn])
             self.logits += 0.5 * gradient / max(1.0, float(np.linalg.norm(gradient)))
+        return self.stops()
 
 
-@pytest.mark.parametrize("name", RAISE_THE_SUM)
+@pytest.mark.parametrize("name", [name for name in REWARD_ADVANTAGES if name not in ("grpo_process", "gdpo")])
 def test_a_policy_of_turns_finds_the_largest_sum_of_all_rewards(name: str) -> None:
     """A cost of every turn makes it answer at once, a gain makes it go on to the last."""
-    policy = Turns(-0.25)
-    policy.learn(name, steps=60)
-    assert policy.stops()[0] > 0.9
-    policy = Turns(0.25)
-    policy.learn(name, steps=60)
-    assert policy.stops().max() < 0.1
+    assert Turns(-0.25).learn(name, steps=60)[0] > 0.9
+    assert Turns(0.25).learn(name, steps=60).max() < 0.1
 
 
 def test_process_supervision_sees_no_cost_of_every_turn_and_gdpo_knows_no_steps() -> None:

@@ -57,12 +57,7 @@ def test_what_counts_as_clipped_is_what_has_no_gradient(name: str, advantage: fl
         assert sum(counts.values()) == (gradient.item() == 0.0), ratio
 
 
-def test_an_overflowing_sequence_weight_is_bounded_and_weights_at_the_bounds_of_a_mask_are_kept() -> None:
-    tokens = [{"sampler": -400.0, "old": -1.0, "new": -1.0, "advantage": 1.0}] * 3
-    for kind, expected in (("truncate", -2.0), ("mask", 0.0)):
-        correction = {"type": kind, "level": "sequence"}
-        loss, _ = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens], dtype=torch.float32))
-        assert loss.item() == pytest.approx(expected)
+def test_weights_at_the_bounds_of_a_mask_are_kept() -> None:
     tokens = [{"sampler": -3.0, "old": -3.0 + w, "new": -3.0 + w, "advantage": 1.0} for w in (-1.0, 0.0, 1.0)]
     correction = {"type": "mask", "low": math.exp(-1.0), "high": math.exp(1.0)}
     _, counts = build_policy_loss(configured("grpo", correction=correction))(as_input([tokens]))
@@ -197,9 +192,8 @@ def test_a_fault_of_the_machine_is_none_of_the_user() -> None:
 
 
 def test_the_documentation_shows_the_examples_and_defaults_that_are_tested() -> None:
-    docs = ROOT / "docs"
-    assert inspect.getsource(reinforce_with_entropy) in (docs / "losses.md").read_text()
-    page = (docs / "losses.md").read_text()
+    page = (ROOT / "docs" / "losses.md").read_text()
+    assert inspect.getsource(reinforce_with_entropy) in page
     for name, built_in in POLICY_LOSSES.items():
         defaults = built_in.defaults
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 6]
