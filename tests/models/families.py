@@ -1,12 +1,10 @@
 """Tiny models of many families, no field at a value at which it does nothing, and what transformers makes of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -97,7 +95,7 @@ class Outcome:
     loss: float
     gradients: dict[str, Tensor]
 
-    def difference(self, other: Outcome) -> tuple[float, float]:
+    def difference(self, other: Self) -> tuple[float, float]:
         """Return the differences of the losses, and of the gradients relative to the norm of all of them."""
         assert self.gradients.keys() == other.gradients.keys()
         norm = torch.stack([gradient.norm() for gradient in other.gradients.values()]).norm()

@@ -1,9 +1,7 @@
 """Two real ranks that load a model, and note how much they read: `… tests.ranks.initial_weights MODEL DIRECTORY`."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -13,28 +11,6 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.policy import build_policy
 from tests.ranks.two import run_on_ranks
-
-
-class CountedFile:
-    """A safetensors file that is read as ever, and notes how much of each tensor was."""
-
-    read: dict[str, int] = {}
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._file = open_file(*args, **kwargs)
-
-    def __enter__(self) -> CountedFile:
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        self._file.__exit__(*ended)
-
-    def keys(self) -> list[str]:
-        return self._file.keys()
-
-    def get_slice(self, name: str) -> CountedSlice:
-        return CountedSlice(name, self._file.get_slice(name))
 
 
 class CountedSlice:
@@ -48,6 +24,28 @@ class CountedSlice:
         part = self._inner[region]
         CountedFile.read[self._name] = CountedFile.read.get(self._name, 0) + part.numel()
         return part
+
+
+class CountedFile:
+    """A safetensors file that is read as ever, and notes how much of each tensor was."""
+
+    read: dict[str, int] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._file = open_file(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._file.__exit__(*ended)
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_slice(self, name: str) -> CountedSlice:
+        return CountedSlice(name, self._file.get_slice(name))
 
 
 open_file = init_from.safe_open

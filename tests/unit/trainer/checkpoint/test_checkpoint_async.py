@@ -1,7 +1,5 @@
 """Saves: consistent under training that goes on, one at a time; what fails is told and leaves the rest alone."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """A directory of checkpoints has one writer: a second one is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

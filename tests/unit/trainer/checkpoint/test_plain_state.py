@@ -1,7 +1,5 @@
 """State of plain PyTorch objects: every optimizer resumes bit for bit, and what cannot be saved is named."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Reading somebody else's checkpoint runs nothing of its author's choice; what an index says, and what is exported."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Warm start: the weights of every kind of source are taken exactly, and nothing that does not fit is."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """What is found out about a model before it is trained, and which are refused: structure, attention, head, slices."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log-probabilities in chunks: values and gradients are those of whole logits, and of truncated distributions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

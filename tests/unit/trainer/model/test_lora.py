@@ -1,7 +1,5 @@
 """LoRA, of policies and of reward models: what is trained, what it starts with, what checkpoints and files hold."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

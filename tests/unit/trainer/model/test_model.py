@@ -1,7 +1,5 @@
 """The policy against transformers: values, gradients, dtypes, what it begins with, errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

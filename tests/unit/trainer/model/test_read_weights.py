@@ -1,7 +1,5 @@
 """Weights and adapters as an engine reads them: digest, shards, dtypes, merged as by the trainer, or a refusal."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The scalar model against transformers: values and gradients, packed or not, its head, what is published, in `rl`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

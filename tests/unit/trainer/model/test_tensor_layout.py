@@ -1,7 +1,5 @@
 """Published weights: directories that others load with equal logits, by the names of the original."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Packed attention: every sample attends as if alone, by padded batches or a kernel (tests/gpu has that of GPUs)."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import os

@@ -1,7 +1,5 @@
 """Weights that the trainer sends over gloo: the bits of the directory, a refusal that changes nothing, or an error."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket
