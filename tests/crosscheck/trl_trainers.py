@@ -4,25 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-)
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-_PREFERENCE = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
+_PREFERENCE = {
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+}
 
 
 def plain_settings(output: Path, **settings: Any) -> dict[str, Any]:
@@ -67,13 +60,13 @@ class GivenRollouts:
         return logprobs_BT, torch.zeros_like(logprobs_BT), None
 
 
-class GivenGrpo(GivenRollouts, GRPOTrainer):
+class GivenGrpo(GivenRollouts, trl.GRPOTrainer):
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         texts = [""] * len(prompts)
         return [[5]] * len(prompts), self.completions, None, texts, self.sampler_logprobs, {}, None, None
 
 
-class GivenRloo(GivenRollouts, RLOOTrainer):
+class GivenRloo(GivenRollouts, trl.RLOOTrainer):
     def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
         return [[5]] * len(prompts), self.completions, [""] * len(prompts)
 
@@ -89,11 +82,11 @@ def _rl_trainer(classes: Any, model: Path, output: Path, settings: dict[str, Any
 
 
 def grpo_trainer(model: Path, output: Path, *, group_size: int = 4, **settings: Any) -> GivenGrpo:
-    return _rl_trainer((GivenGrpo, GRPOConfig), model, output, settings, group_size)
+    return _rl_trainer((GivenGrpo, trl.GRPOConfig), model, output, settings, group_size)
 
 
 def rloo_trainer(model: Path, output: Path, *, group_size: int = 4, **settings: Any) -> GivenRloo:
-    return _rl_trainer((GivenRloo, RLOOConfig), model, output, settings, group_size)
+    return _rl_trainer((GivenRloo, trl.RLOOConfig), model, output, settings, group_size)
 
 
 _PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
@@ -106,15 +99,15 @@ def preference_trainer(kind: str, model: Path, output: Path, **settings: Any) ->
     return _trainer(_PREFERENCE[kind], causal_model(model), model, output, _PAIRS, settings, **more)
 
 
-def kto_trainer(model: Path, output: Path, **settings: Any) -> KTOTrainer:
+def kto_trainer(model: Path, output: Path, **settings: Any) -> trl.KTOTrainer:
     """Return a trainer of labelled answers, which is given what the reference says."""
     settings |= {"precompute_ref_log_probs": True, "train_sampling_strategy": "sequential"}
     rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
     more = {"ref_model": causal_model(model)}
-    return _trainer((KTOTrainer, KTOConfig), causal_model(model), model, output, rows, settings, **more)
+    return _trainer((trl.KTOTrainer, trl.KTOConfig), causal_model(model), model, output, rows, settings, **more)
 
 
-def reward_trainer(model: Path, output: Path, **settings: Any) -> RewardTrainer:
+def reward_trainer(model: Path, output: Path, **settings: Any) -> trl.RewardTrainer:
     """Return a trainer of a reward model with the decoder of `model`."""
     scoring = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float64)
-    return _trainer((RewardTrainer, RewardConfig), scoring, model, output, _PAIRS, settings)
+    return _trainer((trl.RewardTrainer, trl.RewardConfig), scoring, model, output, _PAIRS, settings)

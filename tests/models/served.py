@@ -7,12 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "base"
 # The servers under test need the cores.
@@ -81,11 +76,8 @@ def truncated_logprobs(
     with torch.no_grad():
         logits = _load(directory)(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     unused = torch.zeros(len(completion), 1, dtype=torch.long)
-    for cut in (
-        TemperatureLogitsWarper(temperature),
-        MinPLogitsWarper(min_p),
-        TopKLogitsWarper(top_k),
-        TopPLogitsWarper(top_p),
-    ):
-        logits = cut(unused, logits)
+    logits = logits_process.TemperatureLogitsWarper(temperature)(unused, logits)
+    logits = logits_process.MinPLogitsWarper(min_p)(unused, logits)
+    logits = logits_process.TopKLogitsWarper(top_k)(unused, logits)
+    logits = logits_process.TopPLogitsWarper(top_p)(unused, logits)
     return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()

@@ -18,15 +18,8 @@ from holdfast.trainer.model.lora import adapter_parameters, whole_tensors
 from holdfast.trainer.model.parity_check import check_model
 from holdfast.trainer.model.policy import Policy, build_policy
 from tests.conftest import ROOT
-from tests.models.families import (
-    FAMILIES,
-    Family,
-    group_samples,
-    random_samples,
-    reference_outcome,
-    trainer_outcome,
-    write_model,
-)
+from tests.models import families
+from tests.models.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
 from tests.models.per_sample import PerSample
 from tests.pages.families import Row
 
@@ -69,7 +62,7 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
     for pack in (True, False):
         loss, gradient = trainer_outcome(policy, samples, pack=pack, budget=64).difference(expected)
         assert loss < 1e-5 and gradient < 1e-5, f"pack = {pack}: {policy.layout}, own head: {not policy.has_plain_head}"
-    groups = group_samples(samples)
+    groups = families.group_samples(samples)
     monkeypatch.setattr(packing, "SHORT", 8)  # one prompt is shorter, one is longer
     expected_of_groups = reference_outcome(directory, groups) if policy.layout.shares else None
     if expected_of_groups is not None:

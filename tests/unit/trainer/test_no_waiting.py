@@ -28,20 +28,9 @@ from holdfast.trainer.preference.pairs import LabelledAnswer, Pair
 from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import reward_objective
-from holdfast.trainer.rl import auxiliary_models
+from holdfast.trainer.rl import auxiliary_models, batch
 from holdfast.trainer.rl.auxiliary_models import Critic
-from holdfast.trainer.rl.batch import (
-    ADVANTAGE,
-    AGE,
-    OLD_LOGPROB,
-    REFERENCE_LOGPROB,
-    RETURN,
-    SAMPLER_LOGPROB,
-    SAMPLING,
-    VALUE,
-    Minibatch,
-    measure_targets,
-)
+from holdfast.trainer.rl.batch import Minibatch, measure_targets
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.train_step import forward_backward
@@ -193,8 +182,9 @@ def test_forward_and_backward(
 ) -> None:
     config = PolicyLossConfig.model_validate({"type": name} | LOSSES[name])
     statistics = PolicyStatistics([0, 1], has_reference=True)
-    batch = minibatch(SAMPLER_LOGPROB, OLD_LOGPROB, REFERENCE_LOGPROB, ADVANTAGE, AGE, SAMPLING)
-    loss = forward_backward(policy, batch, build_policy_loss(config), on_device, statistics, reading=reading)
+    measured = (batch.SAMPLER_LOGPROB, batch.OLD_LOGPROB, batch.REFERENCE_LOGPROB)
+    given = minibatch(*measured, batch.ADVANTAGE, batch.AGE, batch.SAMPLING)
+    loss = forward_backward(policy, given, build_policy_loss(config), on_device, statistics, reading=reading)
     assert loss == 0.5 and len(passes) == 4 and reads == ["loss"] and has_gradients(policy)
 
 
@@ -236,7 +226,7 @@ def test_updates_of_a_critic(
     critic = Critic.__new__(Critic)  # whose own model would be on the CPU
     critic._config, critic._mesh, critic.model, critic._sums = CriticConfig(), on_device, scorer, Sums()
     critic.optimizer = torch.optim.AdamW(scorer.parameters())
-    critic.update(minibatch(RETURN, VALUE), lr=0.1)
+    critic.update(minibatch(batch.RETURN, batch.VALUE), lr=0.1)
     assert len(reads) == 1
 
 

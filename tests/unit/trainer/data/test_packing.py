@@ -7,15 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.trainer.data import packing
-from holdfast.trainer.data.packing import (
-    Arrangement,
-    Sample,
-    build_micro_batch,
-    first_fit_decreasing,
-    group_by_length,
-    plan_rows,
-    spread_by_cost,
-)
+from holdfast.trainer.data.packing import Arrangement, Sample, build_micro_batch, plan_rows
 
 CPU = torch.device("cpu")
 
@@ -85,7 +77,7 @@ def test_every_sample_goes_to_the_first_row_with_room(lengths: list[int], budget
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fitting = [row for row in rows if sum(lengths[i] for i in row) + lengths[index] <= budget]
         (fitting or rows[len(rows) :] or [rows.append([]) or rows[-1]])[0].append(index)
-    assert first_fit_decreasing(lengths, budget) == rows
+    assert packing.first_fit_decreasing(lengths, budget) == rows
 
 
 @given(
@@ -154,9 +146,9 @@ def test_costs_decide_what_goes_together_and_into_one_round() -> None:
 
 def test_where_spreading_does_not_fit_rows_are_filled_and_groups_are_as_small_as_rounds_allow() -> None:
     lengths, costs = [6, 4, 7, 3], [9, 8, 7, 6]  # the dearest two apart leave no row with room for 7
-    assert spread_by_cost(lengths, costs, 10, 2) is None
+    assert packing.spread_by_cost(lengths, costs, 10, 2) is None
     plan = plan_rows(lengths, costs=costs, arrangement="packed", budget=10, rows_per_micro_batch=1, world_size=2)
     assert plan == [[[0, 1]], [[2, 3]]]
-    assert len(group_by_length([8] * 16, 64)) == 2
+    assert len(packing.group_by_length([8] * 16, 64)) == 2
     plan = plan_rows([8] * 16, arrangement="grouped", budget=64, rows_per_micro_batch=1, world_size=4)
     assert [len(rank[0]) for rank in plan] == [4, 4, 4, 4]

@@ -16,15 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
-from holdfast.inference.weight_files import (
-    FLOATS,
-    Architecture,
-    BaseWeights,
-    checked,
-    read_adapter,
-    read_architecture,
-    read_weights,
-)
+from holdfast.inference import weight_files
+from holdfast.inference.weight_files import Architecture, BaseWeights, read_adapter, read_architecture, read_weights
 from holdfast.run.manifest import MANIFEST_NAME
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME, BASE_NAME, read_base, weights_digest
@@ -117,16 +110,16 @@ def test_the_tensors_of_a_file_are_the_bytes_that_were_read(tmp_path: Path) -> N
         _refused(tmp_path, "is not a whole safetensors file")
 
 
-@pytest.mark.parametrize("dtype", FLOATS.values())
+@pytest.mark.parametrize("dtype", weight_files.FLOATS.values())
 def test_a_number_that_is_none_is_found_anywhere(dtype: torch.dtype) -> None:
     model = Architecture({"b": (1003,), "empty": (0, 3)}, tied=False)
-    checked("files", "empty", torch.zeros(0, 3, dtype=dtype), model, dtype)
+    weight_files.checked("files", "empty", torch.zeros(0, 3, dtype=dtype), model, dtype)
     for value, place in product((math.nan, math.inf, -math.inf), (0, 7, 512, 1002)):
         tensor = torch.randn(1003).to(dtype)
-        checked("files", "b", tensor, model, dtype)
+        weight_files.checked("files", "b", tensor, model, dtype)
         tensor[place] = value
         with pytest.raises(DataError, match="files: tensor 'b' holds NaN or infinity"):
-            checked("files", "b", tensor, model, dtype)
+            weight_files.checked("files", "b", tensor, model, dtype)
 
 
 def test_a_value_that_the_engine_cannot_hold_and_a_tensor_in_two_files_are_refused(tmp_path: Path) -> None:
