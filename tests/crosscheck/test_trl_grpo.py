@@ -157,9 +157,8 @@ def test_corrections_are_trls(name: str, mode: str, trl_trainers: ModuleType, mo
     trainer.use_vllm = True  # set late: the constructor would want a server
     settings: dict[str, Any] = {"clip_high": 0.5} if name == "cispo" else {}
     correction = CorrectionConfig.model_validate({"type": kind, "level": level, "high": 1.5, **our_low})
-    config = PolicyLossConfig(
-        type=name, aggregation="token" if name == "cispo" else "sequence", correction=correction, **settings
-    )
+    aggregation = "token" if name == "cispo" else "sequence"
+    config = PolicyLossConfig(type=name, aggregation=aggregation, correction=correction, **settings)
     bounded = 0
     for seed in range(5):
         step = random_step(seed)
@@ -177,10 +176,8 @@ def test_corrections_are_trls(name: str, mode: str, trl_trainers: ModuleType, mo
 @pytest.mark.parametrize("estimator", ["k3", "k3_unbiased"])
 def test_the_kl_term_is_trls(estimator: KlEstimator, trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     """TRL adds beta times the estimate to each token's loss: its weights are those of the policy loss."""
-    beta, is_corrected = 0.3, estimator == "k3_unbiased"
-    trainer = trl_trainers.grpo_trainer(
-        model, tmp_path, loss_type="grpo", beta=beta, use_bias_correction_kl=is_corrected
-    )
+    beta, unbiased = 0.3, estimator == "k3_unbiased"
+    trainer = trl_trainers.grpo_trainer(model, tmp_path, loss_type="grpo", beta=beta, use_bias_correction_kl=unbiased)
     step = random_step(0)
     trainer.forwards = [step.new_BT, step.new_BT]
     theirs = trainer._compute_loss(trainer.model, step.for_trl())

@@ -44,9 +44,8 @@ class Answers:
         sums_S = self.sums(model)
         reference_S = torch.zeros_like(sums_S) if reference_S is None else reference_S
         tokens_S = torch.tensor(self.lengths, dtype=torch.float64)
-        return PairLogprobs(
-            *sums_S.chunk(2), *reference_S.chunk(2), *tokens_S.chunk(2), torch.zeros(len(tokens_S) // 2)
-        )
+        margins_P = torch.zeros(len(tokens_S) // 2)
+        return PairLogprobs(*sums_S.chunk(2), *reference_S.chunk(2), *tokens_S.chunk(2), margins_P)
 
     def for_dpo(self, reference_S: Tensor) -> dict[str, Tensor]:
         chosen_P, rejected_P = reference_S.chunk(2)
@@ -72,11 +71,8 @@ def answers(pair_lengths: list[tuple[int, int]], *, prompt_tokens: int = 3) -> A
     generator = torch.Generator().manual_seed(0)
     ids_SL = torch.randint(5, 100, (len(lengths_S), len(positions_L)), generator=generator)
     attention_SL = positions_L < prompt_tokens + lengths_S[:, None]
-    return Answers(
-        input_ids_SL=ids_SL * attention_SL,
-        attention_SL=attention_SL.long(),
-        answer_SL=(attention_SL & (positions_L >= prompt_tokens)).long(),
-    )
+    answer_SL = attention_SL & (positions_L >= prompt_tokens)
+    return Answers(ids_SL * attention_SL, attention_SL.long(), answer_SL.long())
 
 
 def assert_same_loss_and_gradient(theirs: Tensor, mine: Tensor, model: PreTrainedModel, *, rtol: float = 1e-9) -> None:
@@ -114,9 +110,8 @@ def test_dpo_is_trls(kind: str, trl_trainers: ModuleType, model: Path, reference
 
 def test_simpo_is_that_of_trl(trl_trainers: ModuleType, model: Path, tmp_path: Path) -> None:
     """SimPO of TRL is CPO with `simpo` and without CPO's own likelihood term."""
-    trainer = trl_trainers.preference_trainer(
-        "cpo", model, tmp_path, loss_type="simpo", cpo_alpha=0.0, beta=2.5, simpo_gamma=1.4
-    )
+    settings = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.5, "simpo_gamma": 1.4}
+    trainer = trl_trainers.preference_trainer("cpo", model, tmp_path, **settings)
     batch = answers(PAIR_LENGTHS)
     theirs, _ = trainer.get_batch_loss_metrics(trainer.model, batch.for_cpo())
     scored = preference_loss(batch.pairs(trainer.model), preference_config("simpo", beta=2.5, margin=1.4))

@@ -31,13 +31,12 @@ TEMPLATES = {name: template(name) for name in _NAMES}
 ODD = {name: template(name) for name in ("writes None", "calls as text")}
 # That of the example, but of an earlier turn it writes only what is behind the last "e", as if that ended thoughts.
 FORGETFUL = template("forgetful")
-QWEN_3, DEEPSEEK_R1, HERMES, PHI_3 = (TEMPLATES[name] for name in ("qwen 3", "deepseek r1", "hermes", "phi 3"))
-# It strips what was thought before, and opens the thoughts in the generation prompt, as QwQ does.
-MARKED, OPENED = TEMPLATES["marked"], TEMPLATES["opened"]
+QWEN_3, HERMES = TEMPLATES["qwen 3"], TEMPLATES["hermes"]
 SPECIAL = [
     "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<start_of_turn>", "<end_of_turn>", "<｜User｜>", "<｜Assistant｜>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>",
 ]  # fmt: skip
+_QUIET = {"show_progress": False}
 _ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # How Llama 3 and Qwen split text before they look for tokens: line breaks stay together.
 _LLAMA_3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -92,9 +91,7 @@ def _byte_level(pattern: str | None = None) -> Backend:
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL, **_QUIET)
     backend.train_from_iterator(_CORPUS, trainer)
     return backend
 
@@ -111,7 +108,7 @@ def _metaspace(scheme: str) -> Backend:
     )
     special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces = [word for line in _CORPUS for word in line.split()]  # no token is longer than a word
-    trainer = trainers.BpeTrainer(vocab_size=520, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=520, special_tokens=special, **_QUIET)
     backend.train_from_iterator(pieces, trainer)
     return backend
 
@@ -122,9 +119,7 @@ def _wordpiece() -> Backend:
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     alphabet = sorted({character for line in _CORPUS for character in line if not character.isspace()})
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL, **_QUIET)
     backend.train_from_iterator(_CORPUS, trainer)
     return backend
 

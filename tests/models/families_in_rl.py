@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
 
-from holdfast.config import InferenceConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import HoldfastError
 from holdfast.launcher.failures import engine_failure
@@ -29,10 +28,9 @@ from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
 from holdfast.trainer.rl.kl import k3
 from holdfast.trainer.rl.mismatch import LIMITS
-from tests.forking.engines import shared_engines
+from tests.forking.engines import config_of, shared_engines
 from tests.models.families import FAMILIES, Family, write_model
 from tests.pages.families import IN_RL
-from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "base"
@@ -114,9 +112,7 @@ def measure(name: str, directory: Path, mesh: Mesh) -> float:
         raise Refused(_one_line(str(error).removeprefix(f"model.name = '{model}': "), directory)) from None
     with torch.no_grad():
         generator = torch.Generator().manual_seed(6)
-        for (
-            parameter
-        ) in policy.parameters():  # in all directions: a copy of old ones would not show by their size alone
+        for parameter in policy.parameters():  # in all directions: a copy of old ones would not show by size alone
             parameter.mul_(1.05).add_(0.02 * torch.randn(parameter.shape, generator=generator))
     layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -142,11 +138,8 @@ def measure(name: str, directory: Path, mesh: Mesh) -> float:
 
 def _sampled(model: Path, published: Path, directory: Path) -> list[tuple[list[int], list[dict[str, Any]]]]:
     """Return prompts and the choices that an engine sampled by the published weights."""
-    config = InferenceConfig.model_validate(
-        {"model": {"name": str(model), "max_len": 128}, "server": {"port": free_port()}, "engine": {"threads": 1}}
-    )
     log = directory / "inference.log"
-    server = shared_engines().start(config, log)
+    server = shared_engines().start(config_of(model, max_len=128), log)
     try:
         server.wait_ready()
         answer = httpx.post(f"{server.url}/update_weights", json={"path": str(published), "version": 1}, timeout=HANG_S)

@@ -41,11 +41,8 @@ LOSSES = [[0.5, 0.25], [-1.0, 0.0]]
 
 def ragged_samples() -> list[Sample]:
     """Five samples of several lengths, one with nothing to train."""
-    generator = np.random.default_rng(3)
-    return [
-        Sample(generator.integers(5, 100, length).astype(np.int32), (np.arange(length) >= 2) & (length != 4))
-        for length in (9, 4, 12, 6, 3)
-    ]
+    generator, lengths = np.random.default_rng(3), (9, 4, 12, 6, 3)
+    return [Sample(generator.integers(5, 100, n).astype(np.int32), (np.arange(n) >= 2) & (n != 4)) for n in lengths]
 
 
 def loss_input(tokens: list[tuple[float, float, float, float, int]]) -> tuple[PolicyLossInput, Tensor]:

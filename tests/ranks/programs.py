@@ -12,34 +12,21 @@ from tests.unit.trainer.programs.in_process import train
 
 
 def on_two_ranks(directory: Path, runs: list[dict[str, Any]]) -> None:
-    """Make runs in `directory` one after the other, all of which must end well; see `train_on_two`."""
+    """Make runs in `directory` one after the other, or in a copy of the run `after`; all of them must end well."""
     directory.mkdir(exist_ok=True)
     (directory / "runs.json").write_text(json.dumps(runs))
     shared_commands().two_ranks("tests.ranks.programs", directory)
 
 
-def train_on_two(
-    mesh: Mesh,
-    directory: Path,
-    *,
-    name: str,
-    program: str,
-    settings: dict[str, Any],
-    until: int,
-    resume: int | None = None,
-    after: str | None = None,
-) -> None:
-    """Train in `directory/name`, or in a copy of the run `after`. Collective."""
-    if after is not None and mesh.is_main:
-        shutil.copytree(directory / after, directory / name)
-    mesh.barrier()
-    parallel = {"threads": 1, **settings.get("parallel", {}), "num_ranks": mesh.world_size}
-    train(program, directory / name, settings | {"parallel": parallel}, until=until, resume=resume)
-
-
 def _work(mesh: Mesh, directory: Path) -> None:
     for run in json.loads((directory / "runs.json").read_text()):
-        train_on_two(mesh, directory, **run)
+        output, settings = directory / run["name"], run["settings"]
+        if run.get("after") and mesh.is_main:
+            shutil.copytree(directory / run["after"], output)
+        mesh.barrier()
+        parallel = {"threads": 1, **settings.get("parallel", {}), "num_ranks": mesh.world_size}
+        settings |= {"parallel": parallel}
+        train(run["program"], output, settings, until=run["until"], resume=run.get("resume"))
 
 
 if __name__ == "__main__":

@@ -31,11 +31,8 @@ def write_records(records: Mapping[str, Record]) -> None:
 def other_numerics(recorded: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """Return one line for everything that the numbers depend on and that is not as it was recorded."""
     names = [*recorded, *(name for name in here if name not in recorded)]
-    return [
-        f"{name}: recorded {recorded.get(name)}, here {here.get(name)}"
-        for name in names
-        if recorded.get(name) != here.get(name)
-    ]
+    others = [name for name in names if recorded.get(name) != here.get(name)]
+    return [f"{name}: recorded {recorded.get(name)}, here {here.get(name)}" for name in others]
 
 
 def differences(recorded: Numbers, now: Numbers) -> list[str]:

@@ -62,11 +62,8 @@ def numbers_of(command: str, run: SftRun) -> Numbers:
     directory = run.run_dir.weights_of(STEPS)
     files = sorted(directory.rglob("*.safetensors"))
     assert files, f"no weights in {directory}"
-    return Numbers(
-        metrics,
-        [_rollouts_digest(run.run_dir, step) for step in run.run_dir.published_batches()],
-        {str(path.relative_to(directory)): _tensors_digest(path) for path in files},
-    )
+    rollouts = [_rollouts_digest(run.run_dir, step) for step in run.run_dir.published_batches()]
+    return Numbers(metrics, rollouts, {str(path.relative_to(directory)): _tensors_digest(path) for path in files})
 
 
 def _tensors_digest(path: Path) -> str:

@@ -44,9 +44,8 @@ def test_rank_0_alone_writes_to_a_store_and_all_wait(is_remote: bool, rank: int,
 
 def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    config = DpoConfig.model_validate(
-        {"max_steps": 9, "eval": {"interval": 4, "environments": ENVIRONMENTS}, "ckpt": {"interval": 2, "keep": 1}}
-    )
+    evaluated = {"interval": 4, "environments": ENVIRONMENTS}
+    config = DpoConfig.model_validate({"max_steps": 9, "eval": evaluated, "ckpt": {"interval": 2, "keep": 1}})
     assert [step for step in (2, 4, 6, 8, 9) if _is_to_be_evaluated(config, run_dir, step)] == [4, 8, 9]
     run_dir.evaluation(4).mkdir(parents=True)
     (run_dir.evaluation(4) / "summary.json").write_text("{}")

@@ -13,11 +13,8 @@ CPU = torch.device("cpu")
 
 
 def sample(tokens: list[int], trained: list[bool]) -> Sample:
-    return Sample(
-        np.asarray(tokens, dtype=np.int32),
-        np.asarray(trained, dtype=bool),
-        per_token={"advantage": np.asarray(tokens, dtype=np.float32) / 8},
-    )
+    ids = np.asarray(tokens, dtype=np.int32)
+    return Sample(ids, np.asarray(trained, dtype=bool), per_token={"advantage": ids.astype(np.float32) / 8})
 
 
 SAMPLES = [

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaPreTrainedModel
 
 from holdfast.config import SftConfig
 from holdfast.config.training import TrainedModelConfig
@@ -127,8 +128,6 @@ def test_models_without_a_decoder_layers_head_or_last_position(hf_model: PreTrai
 
 
 def test_a_buffer_nobody_can_compute_is_named(tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
     begin = LlamaMLP.__init__
 
     def with_a_buffer(self: LlamaMLP, config: LlamaConfig) -> None:
@@ -148,9 +147,7 @@ def test_what_a_model_cannot_do_is_refused(tiny_model: Models, mesh: Mesh, monke
     directory = tiny_model("llama")
     with pytest.raises(DataError, match="transformers cannot build a causal language model of type llama with banana"):
         build(directory, mesh, attention="banana")
-    monkeypatch.setattr(
-        "transformers.models.llama.modeling_llama.LlamaPreTrainedModel.supports_gradient_checkpointing", False
-    )
+    monkeypatch.setattr(LlamaPreTrainedModel, "supports_gradient_checkpointing", False)
     with pytest.raises(DataError, match="transformers cannot recompute the layers of LlamaForCausalLM"):
         build(directory, mesh, activation_checkpointing=True)
 
@@ -229,9 +226,8 @@ def test_the_death_of_another_rank_in_a_forward_pass_is_no_fault_of_the_model(hf
 
 def test_the_cost_of_attention_is_what_it_computes(hf_model: PreTrainedModel, tiny_model: Models, mesh: Mesh) -> None:
     config = hf_model.config
-    matrices = sum(p.numel() for name, p in hf_model.named_parameters() if "embed_tokens" not in name)
-    if config.tie_word_embeddings:
-        matrices += hf_model.get_input_embeddings().weight.numel()
+    assert config.tie_word_embeddings
+    matrices = sum(parameter.numel() for parameter in hf_model.parameters())
     length = 50
     outside = 6 * matrices * length  # forward 2, backward 4
     pairs = length * length / 2

@@ -81,12 +81,9 @@ def test_entropies_that_nobody_asks_for_are_not_computed(chunk_tokens: int) -> N
 
 def test_divergence_from_a_teacher_stays_finite_for_tokens_that_one_of_both_never_takes() -> None:
     extremes = torch.tensor([[300.0, 0.0, -300.0], [0.0, 0.0, 0.0]], requires_grad=True)
-    found = token_logprobs(
-        extremes,
-        plain_head(torch.eye(3)),
-        torch.tensor([0, 1]),
-        teacher=Readout(extremes.detach().flip(0), plain_head(torch.eye(3))),
-    )
+    head = plain_head(torch.eye(3))
+    teacher = Readout(extremes.detach().flip(0), head)
+    found = token_logprobs(extremes, head, torch.tensor([0, 1]), teacher=teacher)
     assert found.teacher_kl_N is not None
     torch.testing.assert_close(found.teacher_kl_N, torch.tensor([math.log(3), 300 - math.log(3)]), rtol=1e-5, atol=0)
     (gradient,) = torch.autograd.grad(found.teacher_kl_N.sum(), extremes)
@@ -118,14 +115,11 @@ def test_whole_logits_never_exist_with_chunks() -> None:
 
 
 def test_no_targets_give_no_values_and_zero_gradients_and_other_numbers_are_refused() -> None:
-    hidden, head, _, _ = inputs()
-    logprobs, entropy, _ = token_logprobs(
-        hidden[:0], plain_head(head), torch.zeros(0, dtype=torch.long), Reading(entropy=True)
-    )
+    hidden, head, _, targets = inputs()
+    logprobs, entropy, _ = token_logprobs(hidden[:0], plain_head(head), targets[:0], Reading(entropy=True))
     assert logprobs.shape == entropy.shape == (0,)
     (gradient,) = torch.autograd.grad(logprobs.sum(), head)
     assert torch.count_nonzero(gradient) == 0
-    hidden, head, _, targets = inputs()
     with pytest.raises(ValueError, match="11 hidden states for 10 targets"):
         token_logprobs(hidden, plain_head(head), targets[:-1])
 
@@ -156,13 +150,9 @@ def kept_tokens(logits: list[float], sampling: Sampling) -> set[int]:
     return set(kept)
 
 
-def read(
-    logits_CV: torch.Tensor, targets: list[int], sampling: Sampling | SamplingByToken
-) -> tuple[torch.Tensor, torch.Tensor]:
-    reading = Reading(sampling, entropy_gradient=True)
-    logprobs, entropy, *_ = token_logprobs(
-        logits_CV, plain_head(torch.eye(W)), torch.tensor(targets), reading, chunk_tokens=5
-    )
+def read(logits_CV: Tensor, targets: list[int], sampling: Sampling | SamplingByToken) -> tuple[Tensor, Tensor]:
+    head, reading = plain_head(torch.eye(W)), Reading(sampling, entropy_gradient=True)
+    logprobs, entropy, *_ = token_logprobs(logits_CV, head, torch.tensor(targets), reading, chunk_tokens=5)
     return logprobs, entropy
 
 
@@ -255,7 +245,7 @@ def test_tokens_of_several_distributions_are_read_as_those_of_each_alone() -> No
     rows_V[:, 0] = -200.0  # without a probability in float32: only a cut may take it away
     targets = [number % W for number in range(len(table))]
 
-    def read_all(sampling: Sampling | SamplingByToken) -> tuple[torch.Tensor, ...]:
+    def read_all(sampling: Sampling | SamplingByToken) -> tuple[Tensor, ...]:
         logits_CV = rows_V.clone().requires_grad_()
         logprobs, entropy = read(logits_CV, targets, sampling)
         return logprobs, entropy, torch.autograd.grad((logprobs + entropy).sum(), logits_CV)[0]

@@ -256,7 +256,6 @@ def test_an_adapter_that_is_damaged_or_of_other_weights_is_refused(publish: Publ
     refused(adapter, base_of(tiny_model(seed=1)), f"adapter for the weights of '{model}' .* this server has those of")
     with pytest.raises(DataError, match=r"holds no \*.safetensors file, and an adapter is added to what lies there"):
         base_of(tiny_model(weights=False))
-    model, _, adapter = publish()
     base = base_of(model)
     refused(adapter, base, "holds policy version 2 .* pushed as version 3", version=3)
     settings = adapter / "adapter_config.json"

@@ -193,14 +193,12 @@ def test_warm_starts_take_published_files_exactly(
 def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_model: ModelFactory) -> None:
     directory, policy = publish(tiny_model("qwen3_moe", tied=False, **EXPERTS))
     tensors = tensors_of(directory)
-    layout = TensorLayout(policy.hf_model, None)
+    layout, path = TensorLayout(policy.hf_model, None), directory.with_name("lacking.safetensors")
     for name, reason in ((PER_EXPERT, r"experts.down_proj is \(3, "), (GATE, "do not make one of this model")):
         rest = {other: tensor for other, tensor in tensors.items() if other != name}
-        save_file(rest, directory.with_name("lacking.safetensors"))
+        save_file(rest, path)
         with pytest.raises(CheckpointError, match=reason):
-            load_weights_only(
-                trained_tensors(policy.hf_model), directory.with_name("lacking.safetensors"), layout=layout
-            )
+            load_weights_only(trained_tensors(policy.hf_model), path, layout=layout)
 
 
 def test_what_files_call_otherwise_is_found_and_exported_likewise(tiny_model: ModelFactory, tmp_path: Path) -> None:

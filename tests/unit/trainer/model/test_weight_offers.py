@@ -65,12 +65,8 @@ def tensors(seed: int = 0) -> list[tuple[str, Tensor]]:
 def join(
     offer: Offer, rank: int = 1, num_members: int = 2, architecture: Architecture = ARCHITECTURE, attempt: str = "first"
 ) -> Incoming:
-    return Incoming.join(
-        Transfer(offer, num_members=num_members, first_rank=rank, attempt=attempt),
-        rank=0,
-        architecture=architecture,
-        device=CPU,
-    )
+    wanted = Transfer(offer, num_members=num_members, first_rank=rank, attempt=attempt)
+    return Incoming.join(wanted, rank=0, architecture=architecture, device=CPU)
 
 
 def receive(incoming: Incoming, architecture: Architecture = ARCHITECTURE) -> dict[str, Tensor]:

@@ -85,15 +85,13 @@ def test_the_best_checkpoint_stays_besides_the_newest(name: str, programs: Progr
     assert run_dir.committed_steps() == [best, 4]
 
 
-def test_without_keep_all_checkpoints_stay(
-    programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_keep_all_steps_stay(programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     kept = {"val_interval": 1, "ckpt": {"interval": 1, "keep_interval": 2, "keep_best": "val/los"}}
     run_dir = train("reward-model", tmp_path / "run", programs.settings("reward-model") | kept, until=3)
     assert run_dir.committed_steps() == [1, 2, 3]
-    said = caplog.text
-    assert said.count("has no metric") == 1 and "step 1 has no metric 'val/los' (ckpt.keep_best)" in said
+    assert caplog.text.count("has no metric") == 1
+    assert "step 1 has no metric 'val/los' (ckpt.keep_best)" in caplog.text
 
 
 def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(programs: Programs, tmp_path: Path) -> None:

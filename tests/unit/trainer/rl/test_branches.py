@@ -64,11 +64,6 @@ def make_rollouts() -> list[Rollout]:
     return rollouts
 
 
-@pytest.fixture(scope="module")
-def directory(tiny_model: ModelFactory) -> Path:
-    return tiny_model("qwen3")
-
-
 def by_branch(model: torch.nn.Module, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies where tokens were sampled, each branch read by itself."""
     found, entropies = [], []
@@ -132,10 +127,10 @@ def step(
     ("name", "attention"), [*((name, "packed") for name in POLICY_LOSSES), ("grpo", "eager"), ("gspo", "eager")]
 )
 def test_loss_and_gradients_are_those_of_branches_alone(
-    directory: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
+    tiny_model: ModelFactory, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
 ) -> None:
     """In one row and in several; a rollout counts once, by all its sampled tokens. First tokens are computed once."""
-    rollouts, config = make_rollouts(), configured(name)
+    rollouts, config, directory = make_rollouts(), configured(name), tiny_model()
     policy = build_policy(TrainedModelConfig(name=str(directory), attention=attention), mesh, seed=0)
     assert policy.layout.packs == (attention == "packed")
     expected_metrics, expected = by_hand(directory, rollouts, config)
@@ -167,9 +162,9 @@ def test_a_sample_that_is_cut_keeps_the_sequences_that_are_left() -> None:
     assert sample.cut(9).lengths == [7, 2] and sample.cut(7).lengths == [7] and sample.cut(0).starts == (0,)
 
 
-def test_the_last_branch_is_scored(directory: Path, tiny_model: ModelFactory, mesh: Mesh, tmp_path: Path) -> None:
+def test_the_last_branch_is_scored(tiny_model: ModelFactory, mesh: Mesh, tmp_path: Path) -> None:
     write_reward_model(tmp_path, tiny_model("llama", tied=False))
-    model = RewardModel(str(tmp_path), TrainedModelConfig(name=str(directory)), mesh)
+    model = RewardModel(str(tmp_path), TrainedModelConfig(name=str(tiny_model())), mesh)
     samples = to_samples(make_rollouts(), trained_version=3)
     last = [Sample(s.token_ids[s.starts[-1] :], s.loss_mask[s.starts[-1] :]) for s in samples]
     for row_tokens in (2, 1000):
@@ -223,9 +218,8 @@ def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
             )
             run.parts.critic.measure([minibatch])
         joined = np.concatenate([one.per_token[VALUE] for one in own])
-        np.testing.assert_allclose(
-            np.concatenate([one.per_token[VALUE] for one in samples]), joined, rtol=1e-5, atol=1e-6
-        )
+        together = np.concatenate([one.per_token[VALUE] for one in samples])
+        np.testing.assert_allclose(together, joined, rtol=1e-5, atol=1e-6)
     if _learned:
         assert [one.is_trained for one in _learned[0]] == [True, True, False]  # all branches of it or none
         assert [one.branch_starts for one in _learned[0]] == [(0, 7), (0,), (0, 5, 12)]

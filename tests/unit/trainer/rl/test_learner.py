@@ -270,12 +270,8 @@ def test_a_teachers_samples_are_imitated_by_the_whole_distribution(start: Start,
 
 def test_a_teacher_is_added_to_advantages(start: Start, seen: list[PolicyLossInput], tiny_model: ModelFactory) -> None:
     kl = {"reference": str(tiny_model(seed=5))}
-    signals = {}
-    for name, settings in (
-        ("rewards", {}),
-        ("both", {"distillation": {"coef": 0.5}}),
-        ("teacher", {"advantage": "distillation"}),
-    ):
+    signals, taught = {}, {"both": {"distillation": {"coef": 0.5}}, "teacher": {"advantage": "distillation"}}
+    for name, settings in ({"rewards": {}} | taught).items():
         seen.clear()
         metrics = start(kl=kl, **settings).learn(1)
         (data,) = seen

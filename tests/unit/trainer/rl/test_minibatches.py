@@ -37,10 +37,7 @@ LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 def make_samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
     """Samples with a prompt of a token, one of them with nothing to train."""
     generator = np.random.default_rng(3)
-    return [
-        Sample(generator.integers(5, 100, length).astype(np.int32), (np.arange(length) >= 1) & (length != 6))
-        for length in lengths
-    ]
+    return [Sample(generator.integers(5, 100, n).astype(np.int32), (np.arange(n) >= 1) & (n != 6)) for n in lengths]
 
 
 def plan(samples: list[Sample], mesh: Mesh, *, row_tokens: int = 20, **settings: int) -> list[list[Minibatch]]:
@@ -86,10 +83,8 @@ def test_one_minibatch_keeps_the_order_of_the_batch_and_no_minibatch_is_empty(me
 def test_ranks_share_the_parts_and_deal_out_their_forward_passes(mesh: Mesh, world_size: int) -> None:
     samples = make_samples()
     alone = plan(samples, mesh, epochs=2, minibatches=2)
-    ranks = [
-        plan(samples, replace(mesh, rank=rank, world_size=world_size), epochs=2, minibatches=2)
-        for rank in range(world_size)
-    ]
+    meshes = [replace(mesh, rank=rank, world_size=world_size) for rank in range(world_size)]
+    ranks = [plan(samples, one, epochs=2, minibatches=2) for one in meshes]
     for rank in ranks:
         assert members(samples, rank) == members(samples, alone)
     for epoch, whole in enumerate(alone):
@@ -140,9 +135,7 @@ def test_answers_share_prompts_while_ranks_stay_busy(sizes: tuple[int, ...], num
 
 def test_groups_are_divided_by_rows_and_by_what_a_shared_prompt_costs() -> None:
     samples = make_groups((11, 11, 11), prompt=4, answer=20)
-    (whole, halves) = (
-        plan_shared_prompts(samples, row_tokens=row_tokens, layout=SHARES, num_ranks=1)[0] for row_tokens in (230, 400)
-    )
+    whole, halves = (plan_shared_prompts(samples, row_tokens=n, layout=SHARES, num_ranks=1)[0] for n in (230, 400))
     assert [len(row) for row in whole] == [11] * 3
     assert len(halves) == 2 and sorted(index for row in halves for index in row) == list(range(33))
     samples = make_groups((8,), prompt=100, answer=5) + make_groups((8,), prompt=20, answer=40)
