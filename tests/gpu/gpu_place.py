@@ -43,9 +43,8 @@ class Figure:
     expected: str = ""
 
     def __str__(self) -> str:
-        return f"{self.check}: {self.what}: {self.value:.4g} {self.unit}" + (
-            f" (expected {self.expected})" if self.expected else ""
-        )
+        expected = f" (expected {self.expected})" if self.expected else ""
+        return f"{self.check}: {self.what}: {self.value:.4g} {self.unit}{expected}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ class Place:
         output = self.folder / name
         settings = {"output-dir": output, "parallel.device": device or self.device, "parallel.threads": 1}
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-        start = [program] if self.is_toy else [sys.executable, "-m", "holdfast", program]
+        installed = str(Path(sys.executable).with_name(program))
+        start = [installed] if self.is_toy else [sys.executable, "-m", "holdfast", program]
         return [*start, *words, *map(str, flags)]
 
     def run(self, name: str, *flags: object, program: str = "sft", device: str | None = None) -> SftRun:

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -151,10 +150,7 @@ def checkpoints(place: Place) -> None:
     settings = [*_full_rows(place, {} if place.is_toy else SMALL), "--deterministic", "--ckpt.keep", 2]
     whole = succeeded(place.run("undisturbed", *settings, "--max-steps", 5, "--ckpt.interval", 5))
     settings += ["--ckpt.interval", 1]
-    command = place.command("saves", *settings, "--max-steps", 1000)
-    if place.is_toy:
-        command[0] = str(Path(sys.executable).with_name("sft"))
-    with LiveRun(command, place.folder / "saves") as run:
+    with LiveRun(place.command("saves", *settings, "--max-steps", 1000), place.folder / "saves") as run:
         run.wait_for("step    3/")
         run.process.send_signal(signal.SIGKILL)
         for pid in run.descendants:
@@ -203,25 +199,20 @@ def ends(place: Place) -> None:
     free = torch.cuda.mem_get_info()[0] if place.device == "cuda" else 0
     for number in (signal.SIGKILL,) if place.is_toy else (signal.SIGKILL, signal.SIGTERM):
         command = place.command(f"ends_{number}", *place.small("--max-steps", 100000))
-        if place.is_toy:
-            command[0] = str(Path(sys.executable).with_name("sft"))
         with LiveRun(command, place.folder / f"ends_{number}") as run:
             run.wait_for("step      2/")
             (rank,) = run.ranks()
             begin = time.monotonic()
             rank.send_signal(number)
             assert run.wait(within_s=HANG_S) == 1, run.output
-            place.note("ends", f"seconds to the end, {signal.Signals(number).name} to the rank", _since(begin), "s")
+            ended = time.monotonic() - begin
+            place.note("ends", f"seconds to the end, {signal.Signals(number).name} to the rank", ended, "s")
             for pid in run.descendants:
                 _gone(pid)
     if place.device == "cuda":
         left = free - torch.cuda.mem_get_info()[0]
         place.note("ends", "memory of the device that was left", left / 2**20, "MiB", "about 0")
         assert left < 256 * 2**20
-
-
-def _since(begin: float) -> float:
-    return time.monotonic() - begin
 
 
 def _gone(pid: int) -> None:

@@ -52,18 +52,11 @@ def test_attention(dtype: torch.dtype, window: int | None, place: Place) -> None
     device_checks.attention(place, dtype, window)
 
 
-def test_nothing_waits_between_micro_batches(place: Place, mesh: Mesh) -> None:
-    device_checks.no_waiting(place, mesh)
+@pytest.mark.parametrize("check", [device_checks.no_waiting, device_checks.speed, device_checks.files_for_engines])
+def test_a_check_of_one_rank(check: Callable[[Place, Mesh], None], place: Place, mesh: Mesh) -> None:
+    check(place, mesh)
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.name not in REFUSED])
 def test_families(name: str, place: Place, mesh: Mesh) -> None:
     device_checks.family(place, mesh, name)
-
-
-def test_speed(place: Place, mesh: Mesh) -> None:
-    device_checks.speed(place, mesh)
-
-
-def test_publishing(place: Place, mesh: Mesh) -> None:
-    device_checks.files_for_engines(place, mesh)

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
@@ -103,11 +104,9 @@ class Outcome:
         return abs(self.loss - other.loss), float(apart / norm)
 
 
-def reference_outcome(
-    directory: Path, samples: Sequence[Sample], weights: Mapping[str, Tensor] | None = None
-) -> Outcome:
+def reference_outcome(path: Path, samples: Sequence[Sample], weights: Mapping[str, Tensor] | None = None) -> Outcome:
     """Return what transformers' own forward gives, sample by sample. `weights`: to take instead of the directory's."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     if weights is not None:
         assert not model.load_state_dict(weights, strict=False).unexpected_keys
     total = sum(sample.num_targets for sample in samples)
@@ -121,9 +120,7 @@ def reference_outcome(
     return Outcome(float(loss.detach()), _gradients(model))
 
 
-def trainer_outcome(
-    policy: Policy, samples: Sequence[Sample], *, pack: bool, budget: int, share: bool = False
-) -> Outcome:
+def trainer_outcome(policy: Policy, samples: list[Sample], *, pack: bool, budget: int, share: bool = False) -> Outcome:
     policy.zero_grad(set_to_none=True)
     arrangement = policy.layout.arrangement(pack=pack)
     total, loss_sum = sum(sample.num_targets for sample in samples), 0.0
@@ -148,4 +145,5 @@ def trainer_outcome(
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: (one.full_tensor() if isinstance(one, DTensor) else one).cpu().clone() for name, one in found.items()}

@@ -74,9 +74,8 @@ def read_results() -> dict[str, str]:
 def for_engines(family: Family) -> Family:
     """Return the family with heads that vLLM has on CPU."""
     special = json.loads((TOKENIZER / "config.json").read_text())
-    fields = {
-        key: special[key] for key in ("vocab_size", "bos_token_id", "eos_token_id") if special.get(key) is not None
-    }
+    common = ("vocab_size", "bos_token_id", "eos_token_id")
+    fields = {key: special[key] for key in common if special.get(key) is not None}
     if "vocab_size_per_layer_input" in family.fields:
         fields["vocab_size_per_layer_input"] = fields["vocab_size"]
     if family.kind in _TIED:

@@ -50,11 +50,8 @@ def train(objects: Objects, steps: int = 1) -> None:
 
 def whole(objects: Objects) -> dict[str, Tensor]:
     """Every tensor in full. Collective."""
-    tensors = ObjectsState(objects).tensors()
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-        for name, tensor in tensors.items()
-    }
+    tensors = {name: tensor.detach() for name, tensor in ObjectsState(objects).tensors().items()}
+    return {name: (one.full_tensor() if isinstance(one, DTensor) else one).clone() for name, one in tensors.items()}
 
 
 def names_in(directory: Path) -> list[str]:

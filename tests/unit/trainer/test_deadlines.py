@@ -30,11 +30,9 @@ from tests.runs.processes import HANG_S, wait_until
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, publish_weights, serving
 
 
-def error_of(
-    directory: Path, engine: FakeEngine, *, code: int, timeout_s: float = 10.0, ready_timeout_s: float = 10.0
-) -> str:
+def error_of(path: Path, engine: FakeEngine, *, code: int, timeout_s: float = 10, ready_timeout_s: float = 10) -> str:
     """Run the orchestrator into its error, which has exit code `code`, and return what that says."""
-    config = make_config(directory, engine, weights_timeout_s=0.05)
+    config = make_config(path, engine, weights_timeout_s=0.05)
     config.client.timeout_s, config.client.ready_timeout_s = timeout_s, ready_timeout_s
     with pytest.raises(InferenceError) as raised:
         asyncio.run(orchestrate(config))

@@ -347,9 +347,8 @@ def test_a_tokenizer_that_ends_texts_or_chats_in_another_way_is_refused_by_rl(tm
 @pytest.mark.parametrize("template", WITH_TOOLS)
 def test_a_chat_with_tools_has_the_tokens_of_transformers(template: str) -> None:
     kind = "byte-level" if template in ("mistral_v3", "hermes") else "llama 3"
-    theirs, ours = (
-        make(kind, tool_templates()[template], adds_bos=True) for make in (make_tokenizer, make_chat_tokenizer)
-    )
+    text = tool_templates()[template]
+    theirs, ours = (make(kind, text, adds_bos=True) for make in (make_tokenizer, make_chat_tokenizer))
     schemas = [Tool(function, session_class=Session).schema for function in (add, block)]
     added = {"id": "t00010001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     result = {"role": "tool", "name": "add", "content": "3", "tool_call_id": added["id"]}

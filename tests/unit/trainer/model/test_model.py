@@ -114,9 +114,8 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Mod
     policy = build(directory, mesh, dtype="bfloat16")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     seen = []
-    decoder_layers(policy.hf_model)[0].get_submodule("mlp").register_forward_hook(
-        lambda *args: seen.append(args[2].dtype)
-    )
+    mlp = decoder_layers(policy.hf_model)[0].get_submodule("mlp")
+    mlp.register_forward_hook(lambda *args: seen.append(args[2].dtype))
     values = logprobs(policy)
     assert seen == [torch.bfloat16] and values.dtype == torch.float32
     low = reference_logprobs(reference(directory, torch.bfloat16))
@@ -137,17 +136,14 @@ HEADS = {
 def test_a_float32_head_rounds_no_logit(head: str, lora: dict[str, Any] | None, tiny_model: Models, mesh: Mesh) -> None:
     """Hidden states and weights are those in bfloat16, as in the engine; the rest is within float32 of float64."""
     kind, fields = HEADS[head]
-    policies = [
-        build(tiny_model(kind, **fields), mesh, dtype="bfloat16", lora=lora, logits_chunk_tokens=5, fp32_lm_head=on)
-        for on in (True, False)
-    ]
+    model, config = tiny_model(kind, **fields), {"dtype": "bfloat16", "lora": lora, "logits_chunk_tokens": 5}
+    policies = [build(model, mesh, fp32_lm_head=on, **config) for on in (True, False)]
     assert policies[0].has_plain_head == (head != "own")
     errors = []
     for policy in policies:
         hidden: list[Tensor] = []
-        policy.hf_model.base_model.register_forward_hook(
-            lambda *args, seen=hidden: seen.append(args[2].last_hidden_state[0])
-        )
+        decoder = policy.hf_model.base_model
+        decoder.register_forward_hook(lambda *args, seen=hidden: seen.append(args[2].last_hidden_state[0]))
         values = logprobs(policy)
         module, config = policy.hf_model.get_output_embeddings(), policy.hf_model.config
         assert module is not None

@@ -38,11 +38,9 @@ def _shards(directory: Path, *, dtype: torch.dtype = torch.float32) -> None:
     save_file({"b": torch.arange(4).to(dtype)}, directory / "model-10.safetensors")
 
 
-def _refused(
-    directory: Path, message: str, *, dtype: torch.dtype = torch.float32, of: Architecture = ARCHITECTURE
-) -> None:
+def _refused(path: Path, message: str, *, dtype: torch.dtype = torch.float32, of: Architecture = ARCHITECTURE) -> None:
     with pytest.raises(DataError, match=message):
-        read_weights(directory, of, dtype=dtype)
+        read_weights(path, of, dtype=dtype)
 
 
 def test_the_digest_is_what_it_is_defined_to_be(tmp_path: Path) -> None:
@@ -189,9 +187,8 @@ def test_files_larger_than_the_weights_can_be_are_not_read(tmp_path: Path) -> No
             sparse.truncate(200_000_000_000)
         _refused(tmp_path, message)
         (tmp_path / name).unlink()
-    header = json.dumps(
-        {f"{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(40_000)}
-    )
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"{number}": empty for number in range(40_000)})
     (tmp_path / "model-4.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     _refused(tmp_path, r"a header of \d{7} bytes, allowed are \d{7} for 2 tensors")
 

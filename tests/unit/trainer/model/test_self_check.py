@@ -32,14 +32,12 @@ Build = Callable[..., Policy]
 
 @pytest.fixture
 def build(mesh: Mesh, tmp_path: Path) -> Build:
-    """Return a maker of policies of a family: `build("gemma2", {"hidden_size": 8}, dtype="bfloat16", seed=1)`."""
+    """Return a maker of policies of a family: `build("gemma2", {"hidden_size": 8}, dtype="bfloat16")`."""
 
-    def make(
-        name: str, fields: Mapping[str, Any] = {}, *, seed: int = 1, dtype: DType = "float32", **config: Any
-    ) -> Policy:
+    def make(name: str, fields: Mapping[str, Any] = {}, *, dtype: DType = "float32", **config: Any) -> Policy:
         family = next(family for family in FAMILIES if family.name == name)
         family = replace(family, fields=family.fields | dict(fields))
-        directory = write_model(family, tmp_path / f"{name}_{seed}", seed=seed)
+        directory = write_model(family, tmp_path / name, seed=1)
         settings = TrainedModelConfig.model_validate({"name": str(directory), "dtype": dtype, **config})
         return build_policy(settings, mesh, seed=0)
 

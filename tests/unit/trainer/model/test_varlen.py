@@ -83,9 +83,7 @@ def test_the_kernel_is_taken_for_what_it_can_do(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, index: PackedIndex | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    out, _ = packed_attention(
-        nn.Identity(), query, key, value, None, scaling=None, sliding_window=window, packed_index=index
-    )
+    out, _ = packed_attention(nn.Identity(), query, key, value, None, sliding_window=window, packed_index=index)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
     return out, torch.autograd.grad((out * upstream).sum(), (query, key, value))
 

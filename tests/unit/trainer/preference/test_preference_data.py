@@ -406,10 +406,8 @@ def ragged_answers(count: int) -> list[LabelledAnswer]:
         mask = np.repeat([False, True], [len(prompt), len(answer)])
         samples.append(Sample(np.concatenate([prompt, answer]).astype(np.int32), mask, value=float(number % 3 > 0)))
     turned = [*samples[1:], samples[0]]
-    return [
-        LabelledAnswer(one, replace(other, value=0.0), number, number // 2)
-        for number, (one, other) in enumerate(zip(samples, turned, strict=True))
-    ]
+    both = enumerate(zip(samples, turned, strict=True))
+    return [LabelledAnswer(one, replace(other, value=0.0), number, number // 2) for number, (one, other) in both]
 
 
 def test_held_out_pairs_keep_their_numbers_and_both_answers_of_a_row_go_together() -> None:

@@ -106,10 +106,8 @@ def test_a_reward_model_is_trained_further_from_what_was_published(programs: Pro
     settings = programs.settings("reward-model") | named
     adapted = settings | {"model": named["model"] | {"lora": {"rank": 2}}}
     warm = settings | {"ckpt": {"init_from": before.checkpoint(HALF)}}
-    runs = [
-        train("reward-model", tmp_path / name, one, until=1)
-        for name, one in (("named", settings), ("warm", warm), ("adapted", adapted))
-    ]
+    each = {"named": settings, "warm": warm, "adapted": adapted}
+    runs = [train("reward-model", tmp_path / name, one, until=1) for name, one in each.items()]
     expected, *found = (column(run_dir, "val/rewards/std")[-1] for run_dir in (before, *runs))
     assert found == pytest.approx([expected] * 3, rel=1e-4)
     assert exact_metrics(runs[1], (1,)) == exact_metrics(runs[0], (1,))

@@ -192,10 +192,8 @@ def test_a_wrong_advantage_of_the_user_is_named() -> None:
 
 @pytest.mark.parametrize("log_ratio", [20.0, 1e4, -1e4])
 def test_the_pull_of_online_dpo_does_not_overflow(log_ratio: float) -> None:
-    group = [
-        scored_rollout(reward, 1, old_logprobs=np.array([ratio]), reference_logprobs=np.zeros(1))
-        for reward, ratio in ((1.0, log_ratio), (0.0, -log_ratio))
-    ]
+    pairs, reference = ((1.0, log_ratio), (0.0, -log_ratio)), {"reference_logprobs": np.zeros(1)}
+    group = [scored_rollout(reward, 1, old_logprobs=np.array([ratio]), **reference) for reward, ratio in pairs]
     ((best, worst),) = online_dpo([group], beta=0.1)
     assert best == -worst == pytest.approx(2 * 0.1 / (1 + np.exp(np.float128(0.2 * log_ratio))))
 

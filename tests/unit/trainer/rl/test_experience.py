@@ -51,10 +51,8 @@ def masked(mask: str, **columns: np.ndarray) -> Sample:
 def make_samples() -> list[Sample]:
     generator = np.random.default_rng(1)
     columns = (OLD_LOGPROB, REFERENCE_LOGPROB, VALUE, SAMPLER_LOGPROB)
-    return [
-        masked(mask, **{name: generator.normal(size=len(mask)).astype(np.float32) for name in columns})
-        for mask in MASKS
-    ]
+    drawn = [{name: generator.normal(size=len(mask)).astype(np.float32) for name in columns} for mask in MASKS]
+    return [masked(mask, **own) for mask, own in zip(MASKS, drawn, strict=True)]
 
 
 def make_rollouts(samples: list[Sample], *, truncated: tuple[int, ...] = ()) -> list[Rollout]:
@@ -255,9 +253,8 @@ def test_explained_variance_by_hand_and_from_the_parts_of_ranks() -> None:
     assert explained_variance(**total) == pytest.approx(expected)
     assert 0.85 < expected < 1
     for equal in ((), (0.0, 0.0), (0.7, 0.7, 0.7), (1e6 / 3,) * 11):
-        assert math.isnan(explained_variance(**sums(doubles(*equal), doubles(*range(len(equal)))))), (
-            "nothing to explain"
-        )
+        values = doubles(*range(len(equal)))
+        assert math.isnan(explained_variance(**sums(doubles(*equal), values))), "nothing to explain"
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,8 @@ def make_batch(
 def check_advantages(seen: list[PolicyLossInput], rewards: Sequence[float]) -> None:
     """The loss was given the advantages of Dr. GRPO of these rewards, sequence by sequence."""
     found = {int(n): float(a) for data in seen for n, a in zip(data.sequence_N, data.advantages_N, strict=True)}
-    expected = [
-        value for first in range(0, len(rewards), GROUP_SIZE) for value in dr_grpo(rewards[first:][:GROUP_SIZE])
-    ]
+    groups = [rewards[first : first + GROUP_SIZE] for first in range(0, len(rewards), GROUP_SIZE)]
+    expected = [value for group in groups for value in dr_grpo(group)]
     assert [found[number] for number in range(len(rewards))] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -119,9 +118,8 @@ def test_with_several_minibatches_the_first_one_diverges_from_nothing_exactly(
 
 
 def test_a_bonus_for_entropy_is_its_coefficient_times_the_mean_over_tokens(start: Start) -> None:
-    plain, bonus = (
-        start(loss={"type": "grpo", "entropy": {"coef": coef}}, row_tokens=32).learn(1) for coef in (0.0, 0.5)
-    )
+    losses = ({"type": "grpo", "entropy": {"coef": coef}} for coef in (0.0, 0.5))
+    plain, bonus = (start(loss=loss, row_tokens=32).learn(1) for loss in losses)
     assert bonus["entropy_coef"] == 0.5 and "entropy_coef" not in plain
     assert bonus["entropy"] == plain["entropy"] > 1
     assert bonus["loss"] == pytest.approx(plain["loss"] - 0.5 * plain["entropy"], rel=1e-5)

@@ -44,10 +44,8 @@ GOOD = (("a", 7), ("b", 3), ("a", 8))
 
 
 def with_open(accepted: Accepted, **open_tasks: tuple[int, ...]) -> Accepted:
-    positions = {
-        name: msgspec.structs.replace(position, open=open_tasks.get(name, ()))
-        for name, position in accepted.environments.items()
-    }
+    held = accepted.environments.items()
+    positions = {name: msgspec.structs.replace(one, open=open_tasks.get(name, ())) for name, one in held}
     return msgspec.structs.replace(accepted, environments=positions)
 
 
@@ -89,10 +87,8 @@ def test_counts_must_fit_the_states(name: str, held: int) -> None:
 
 
 def dropping(*tasks: tuple[str, int], reason: DropReason = "zero_signal") -> list[Dropped]:
-    return [
-        Dropped(environment=environment, task_id=task, reason=reason, rollouts=GROUP, tokens=GROUP * TOKENS)
-        for environment, task in tasks
-    ]
+    counts = {"rollouts": GROUP, "tokens": GROUP * TOKENS}
+    return [Dropped(environment=name, task_id=task, reason=reason, **counts) for name, task in tasks]
 
 
 def dropped_after(problems: int, dropped: int, **next_task: int) -> Accepted:
@@ -208,9 +204,8 @@ def test_each_environment_has_groups_of_its_own_size() -> None:
     batch = make_batch(7, ("a", 7), ("a", 8))
     batch.rollouts += group("b", 3, range(3))
     held = len(batch.rollouts)
-    before = msgspec.structs.replace(
-        BEFORE, environments={"a": EnvironmentPosition(7, 5), "b": EnvironmentPosition(3, 2)}
-    )
+    positions = {"a": EnvironmentPosition(7, 5), "b": EnvironmentPosition(3, 2)}
+    before = msgspec.structs.replace(BEFORE, environments=positions)
     after = msgspec.structs.replace(
         accepted(7, 13), rollouts=20 + held, tokens=(20 + held) * TOKENS,
         environments={"a": EnvironmentPosition(9, GROUP), "b": EnvironmentPosition(4, 3)},
@@ -233,8 +228,7 @@ def test_batches_stay_for_checkpoints_and_users(tmp_path: Path, keep: Any, check
         run_dir.checkpoint(step).mkdir(parents=True)
         listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files={})
         manifest.write_manifest(run_dir.checkpoint(step), listing)
-    session: Any = SimpleNamespace(
-        run_dir=run_dir, mesh=SimpleNamespace(is_main=True), progress=SimpleNamespace(step=8)
-    )
+    progress, main = SimpleNamespace(step=8), SimpleNamespace(is_main=True)
+    session: Any = SimpleNamespace(run_dir=run_dir, mesh=main, progress=progress)
     assert _prune_batches(session, JournalConfig(keep=keep)) == checkpoints
     assert run_dir.published_batches() == list(range(first, 9))
