@@ -226,17 +226,13 @@ def test_a_full_disk_keeps_no_cache(config: SftDataConfig, digest: Digest, capfd
     assert entries(config) == []
 
 
-@pytest.mark.parametrize("has_home", [True, False], ids=["no directory", "no home"])
+@pytest.mark.parametrize("home", [True, False], ids=["no directory", "no home"])
 def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
-    has_home: bool,
-    config: SftDataConfig,
-    digest: Digest,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    home: bool, config: SftDataConfig, digest: Digest, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = digest(config, cache_dir="")
-    own, said = (f"{config.name}/cache", "kept in ") if has_home else (None, "kept in the home directory")
-    if not has_home:
+    own, said = (f"{config.name}/cache", "kept in ") if home else (None, "kept in the home directory")
+    if not home:
         monkeypatch.setenv("HOLDFAST_CACHE", "~nobody-of-this-name/cache")
     with caplog.at_level(logging.INFO):
         assert digest(config, cache_dir=own) == expected

@@ -222,23 +222,18 @@ def test_another_tokenizer_and_a_language_model_are_refused(directory: Path, tin
 
 
 @pytest.mark.parametrize(
-    ("of_model", "of_tokenizer", "published", "told"),
+    ("pads", "published", "told"),
     [
-        (7, 1, 7, ""),
-        (None, 1, 1, ""),
-        (None, None, None, "neither model nor tokenizer has a pad token"),
-        (None, 9, 9, "answers end in token 9, which is also the padding"),
+        ((7, 1), 7, ""),
+        ((None, 1), 1, ""),
+        ((None, None), None, "neither model nor tokenizer has a pad token"),
+        ((None, 9), 9, "answers end in token 9, which is also the padding"),
     ],
 )
 def test_the_padding_of_a_reward_model_is_told_where_it_would_mislead_transformers(
-    of_model: int | None,
-    of_tokenizer: int | None,
-    published: int | None,
-    told: str,
-    tiny_model: Models,
-    mesh: Mesh,
-    caplog: pytest.LogCaptureFixture,
+    pads: Any, published: int | None, told: str, tiny_model: Models, mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
+    of_model, of_tokenizer = pads
     sides = [Sample(np.array([5, 6, end], dtype=np.int32), np.ones(3, dtype=bool)) for end in (8, 9)]
     tokenizer = SimpleNamespace(pad_token_id=of_tokenizer)
     build = _with_padding(tokenizer, [Pair(*sides, number=0)])  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from tests.builders.sampled_rollouts import answered
 from tests.conftest import ROOT, ModelFactory
 
 PROMPT, LENGTH = 3, 12
+AT_07 = Sampling(0.7)
 Learn = Callable[..., dict[str, float]]
 
 
@@ -53,12 +54,7 @@ def learn(tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBa
     """Return a maker of one step on rollouts that are `age` versions old; None: a teacher's."""
 
     def step(
-        *,
-        off_by: float,
-        age: int | None = 0,
-        is_foreign: bool = False,
-        sampling: Sampling = Sampling(0.7),  # noqa: B008 - frozen
-        **settings: Any,
+        *, off_by: float, age: int | None = 0, is_foreign: bool = False, sampling: Sampling = AT_07, **settings: Any
     ) -> dict[str, float]:
         model = tiny_model(**settings.pop("of_model", {}))
         run = start_learner(tmp_path, model, mesh, tokenizer, **{"mismatch_limit": None, **settings})
