@@ -272,7 +272,7 @@ def ends() -> Callable[..., bool]:
 @pytest.fixture
 def restored_signals() -> Iterator[None]:
     """Put the signal handlers back that a supervisor in this process replaces."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     signal.set_wakeup_fd(-1)

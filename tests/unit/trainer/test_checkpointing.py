@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,15 +306,7 @@ def test_a_failed_save_stops_the_loop_at_the_next_step_or_is_logged(
         loop.saver.close()
 
 
-@pytest.fixture
-def restored() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("restored")
+@pytest.mark.usefixtures("restored_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_any_fork_is_seen_by_all(number: int) -> None:
     assert StopRequest().signal_number() == 0

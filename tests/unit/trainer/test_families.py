@@ -58,23 +58,18 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
         return
     samples: list[Sample] = random_samples(LENGTHS, seed=1)
     expected = reference_outcome(directory, samples)
-    policy = build(family, directory, mesh)
-    for pack in (True, False):
-        loss, gradient = trainer_outcome(policy, samples, pack=pack, budget=64).difference(expected)
-        assert loss < 1e-5 and gradient < 1e-5, f"pack = {pack}: {policy.layout}, own head: {not policy.has_plain_head}"
-    groups = families.group_samples(samples)
+    policy, kernel, groups = build(family, directory, mesh), PerSample(), families.group_samples(samples)
     monkeypatch.setattr(packing, "SHORT", 8)  # one prompt is shorter, one is longer
-    expected_of_groups = reference_outcome(directory, groups) if policy.layout.shares else None
-    if expected_of_groups is not None:
-        found = trainer_outcome(policy, groups, pack=True, share=True, budget=128)
-        assert max(found.difference(expected_of_groups)) < 1e-5, f"prompts are shared: {policy.layout}"
-    kernel = PerSample()
-    monkeypatch.setitem(KERNELS, "cpu", Kernel(kernel, frozenset({torch.float32}), 256))
-    loss, gradient = trainer_outcome(policy, samples, pack=True, budget=64).difference(expected)
-    assert loss < 1e-5 and gradient < 1e-5, "by the route of GPUs"
-    if expected_of_groups is not None:
-        found = trainer_outcome(policy, groups, pack=True, share=True, budget=128)
-        assert max(found.difference(expected_of_groups)) < 1e-5, "prompts are shared, by the route of GPUs"
+    packed: list[Any] = [(samples, expected, {"pack": True, "budget": 64})]
+    if policy.layout.shares:
+        packed.append((groups, reference_outcome(directory, groups), {"pack": True, "share": True, "budget": 128}))
+    for cases in ([*packed, (samples, expected, {"pack": False, "budget": 64})], packed):
+        for given, plain, how in cases:
+            apart = max(trainer_outcome(policy, given, **how).difference(plain))
+            assert apart < 1e-5, (
+                f"{how}, {kernel.calls} calls of the kernel: {policy.layout}, own head: {not policy.has_plain_head}"
+            )
+        monkeypatch.setitem(KERNELS, "cpu", Kernel(kernel, frozenset({torch.float32}), 256))  # the route of GPUs
     assert (kernel.calls > 0) == (policy.layout.attention == "packed" and family.kind not in WITHOUT_KERNEL)
     norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
     assert norms.max() > 1e-3
