@@ -11,8 +11,6 @@ import torch
 
 from tests.gpu.gpu_place import FIGURES_ENV, Figure
 
-HERE = Path(__file__).parent
-
 
 def table(lines: list[str]) -> str:
     """Return figures, one JSON object a line, as a Markdown table."""
@@ -31,7 +29,7 @@ def main(words: list[str]) -> int:
         os.environ[FIGURES_ENV] = str(found)
         # Of the project's options only those that stock pytest knows.
         options = ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "-ra"]
-        code = int(pytest.main([str(HERE), *options, *words]))
+        code = int(pytest.main([str(Path(__file__).parent), *options, *words]))
         print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}\n")
         print(table(found.read_text().splitlines()))
     return code

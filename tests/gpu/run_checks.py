@@ -36,7 +36,6 @@ VARIANTS: dict[str, list[object]] = {
     "packed": ["--no-model.activation-checkpointing"], "unpacked": ["--no-data.pack"],
     "recomputed": ["--model.activation-checkpointing"], "compiled": ["--model.compile"], "lora": [],
 }  # fmt: skip
-BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def numbers(place: Place, dtype: str, variants: list[str], *, steps: int = 20) -> None:
@@ -52,7 +51,7 @@ def numbers(place: Place, dtype: str, variants: list[str], *, steps: int = 20) -
         found = succeeded(place.run(f"numbers_{dtype}_{name}", *flags, "--model.dtype", dtype)).column("loss")
         expected = cpu[kind]
         apart = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-        bound = BOUNDS[dtype]
+        bound = 1e-4 if dtype == "float32" else 0.05
         place.note("numbers", f"losses apart from the CPU's, {dtype}, {name}", apart, "relative", f"<= {bound:g}")
         assert apart <= bound, name
 

@@ -13,8 +13,6 @@ BASE = Path(__file__).resolve().parents[2] / "examples" / "reverse_text" / "base
 # The servers under test need the cores.
 torch.set_num_threads(1)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
 
 def write_model(directory: Path, *, seed: int, tied: bool, weights: bool = True, width: int = 128) -> Path:
     """Write a 0.2M-parameter Qwen3, far from uniform, and return its directory. `width`: of the layers of its MLPs."""
@@ -33,7 +31,7 @@ def write_model(directory: Path, *, seed: int, tied: bool, weights: bool = True,
     else:
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(directory)
-    for name in _TOKENIZER_FILES:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BASE / name, directory)
     return directory
 

@@ -66,9 +66,7 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
     for cases in ([*packed, (samples, expected, {"pack": False, "budget": 64})], packed):
         for given, plain, how in cases:
             apart = max(trainer_outcome(policy, given, **how).difference(plain))
-            assert apart < 1e-5, (
-                f"{how}, {kernel.calls} calls of the kernel: {policy.layout}, own head: {not policy.has_plain_head}"
-            )
+            assert apart < 1e-5, f"{how}, by the kernel {kernel.calls} times: {policy.layout}, {policy.has_plain_head}"
         monkeypatch.setitem(KERNELS, "cpu", Kernel(kernel, frozenset({torch.float32}), 256))  # the route of GPUs
     assert (kernel.calls > 0) == (policy.layout.attention == "packed" and family.kind not in WITHOUT_KERNEL)
     norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])

@@ -15,16 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from holdfast.config.training import OptimConfig, TrainedModelConfig
 from holdfast.errors import DataError
-from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.decoder import reshard
-from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.policy import Policy, build_policy, predict
 from holdfast.trainer.model.structure import decoder_layers
@@ -32,35 +30,24 @@ from holdfast.trainer.optimizer import build_optimizer
 from tests.builders.train_states import local_part
 
 Models = Callable[..., Path]
-LENGTHS = (7, 3, 12)
 CPU = torch.device("cpu")
 
 
 def samples() -> list[Sample]:
     generator = np.random.default_rng(0)
-    return [Sample(generator.integers(5, 100, n).astype(np.int32), np.ones(n, dtype=bool)) for n in LENGTHS]
+    return [Sample(generator.integers(5, 100, n).astype(np.int32), np.ones(n, dtype=bool)) for n in (7, 3, 12)]
 
 
-def logprobs(policy: Policy, *, temperature: float = 1.0, pack: bool = True) -> Tensor:
-    micro = build_micro_batch(samples(), [0, 1, 2], pack=pack, device=CPU)
-    values, *_ = policy(
-        micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N, micro.target_ids_N,
-        packed_index=micro.packed_index, reading=Reading(Sampling(temperature)),
-    )  # fmt: skip
-    return values
+def logprobs(policy: Policy) -> Tensor:
+    return predict(policy, build_micro_batch(samples(), [0, 1, 2], pack=True, device=CPU)).logprobs_N
 
 
-def reference_logprobs(model: PreTrainedModel, *, temperature: float = 1.0) -> Tensor:
-    parts = []
+def reference_logprobs(directory: Path, dtype: torch.dtype) -> Tensor:
+    model, parts = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager"), []
     for sample in samples():
         ids = torch.as_tensor(sample.token_ids, dtype=torch.long)
-        values = (model(ids[None]).logits[0, :-1].float() / temperature).log_softmax(-1)
-        parts.append(values.gather(1, ids[1:, None])[:, 0])
+        parts.append(model(ids[None]).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0])
     return torch.cat(parts)
-
-
-def reference(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
@@ -118,8 +105,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(tiny_model: Mod
     mlp.register_forward_hook(lambda *args: seen.append(args[2].dtype))
     values = logprobs(policy)
     assert seen == [torch.bfloat16] and values.dtype == torch.float32
-    low = reference_logprobs(reference(directory, torch.bfloat16))
-    exact = reference_logprobs(reference(directory))
+    low, exact = (reference_logprobs(directory, dtype) for dtype in (torch.bfloat16, torch.float32))
     assert (values - exact).abs().mean() < 2 * (low - exact).abs().mean() + 1e-3
     values.sum().backward()
     assert {gradient.dtype for gradient in gradients(policy).values()} == {torch.float32}

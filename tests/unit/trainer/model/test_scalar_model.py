@@ -32,13 +32,12 @@ from tests.builders.train_states import local_part
 from tests.ranks.policy_metrics import ragged_samples
 
 Models = Callable[..., Path]
-LENGTHS = (7, 3, 12)
 CPU = torch.device("cpu")
 
 
 def samples() -> list[Sample]:
     generator = np.random.default_rng(0)
-    return [Sample(generator.integers(5, 100, length).astype(np.int32), np.arange(length) >= 2) for length in LENGTHS]
+    return [Sample(generator.integers(5, 100, n).astype(np.int32), np.arange(n) >= 2) for n in (7, 3, 12)]
 
 
 def build(directory: Path, mesh: Mesh, *, seed: int = 0, **config: Any) -> ScalarModel:

@@ -236,7 +236,6 @@ def test_a_configured_coefficient_of_the_penalty_wins_over_the_checkpoint() -> N
 # Two sequences of two tokens and one: weights 1/4, 1/4, 1/2 by sequence, 1/3 each by token.
 LOGPROBS, REFERENCE, ADVANTAGES = [-1.0, -2.0, -0.5], [-1.2, -1.5, -0.5], [0.5, 0.5, -1.0]
 WEIGHTS = {"sequence": [0.25, 0.25, 0.5], "token": [1 / 3] * 3}
-IN_LOSSES = [name for name in KL_ESTIMATES if name != "k1"]
 
 
 def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]]:
@@ -252,7 +251,7 @@ def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
-@pytest.mark.parametrize("estimator", IN_LOSSES)
+@pytest.mark.parametrize("estimator", [name for name in KL_ESTIMATES if name != "k1"])
 def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregation: Any) -> None:
     config = PolicyLossConfig(type="policy_gradient", aggregation=aggregation)
     plain = build_policy_loss(config)
@@ -266,9 +265,6 @@ def test_the_term_has_the_weights_of_the_loss(estimator: KlEstimator, aggregatio
     assert counts.keys() == base_counts.keys()
 
 
-STEERED = EntropyConfig(coef=0.01, target=0.5, step_size=0.004, largest=0.02)
-
-
 def test_a_fixed_bonus_stays_and_a_steered_one_is_that_of_the_slow_one_up_to_the_largest() -> None:
     coefficient = EntropyCoefficient(EntropyConfig(coef=0.3))
     coefficient.update(0.0)
@@ -280,7 +276,8 @@ def test_a_fixed_bonus_stays_and_a_steered_one_is_that_of_the_slow_one_up_to_the
     begun.restore(coefficient.values())
     assert begun.coef == 0.2, "the run was not steered before"
     generator = random.Random(0)
-    coefficient, expected, last = EntropyCoefficient(STEERED), 0.01, None
+    steered = EntropyConfig(coef=0.01, target=0.5, step_size=0.004, largest=0.02)
+    coefficient, expected, last = EntropyCoefficient(steered), 0.01, None
     for _ in range(200):
         assert coefficient.coef == pytest.approx(expected if last is not None and last <= 0.5 else 0.0, abs=1e-12)
         last = generator.choice([generator.random(), 0.5])

@@ -31,12 +31,10 @@ from holdfast.trainer.rl.batch import (
 from holdfast.trainer.rl.kl import k3
 from tests.builders.sampled_rollouts import answered
 
-LENGTHS = (9, 4, 12, 6, 3, 8, 5)
 
-
-def make_samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
+def make_samples() -> list[Sample]:
     """Samples with a prompt of a token, one of them with nothing to train."""
-    generator = np.random.default_rng(3)
+    generator, lengths = np.random.default_rng(3), (9, 4, 12, 6, 3, 8, 5)
     return [Sample(generator.integers(5, 100, n).astype(np.int32), (np.arange(n) >= 1) & (n != 6)) for n in lengths]
 
 

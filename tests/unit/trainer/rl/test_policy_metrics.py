@@ -1,7 +1,6 @@
 """The statistics of a step: against slow sums over tokens, however tokens are dealt to ranks; warnings and alerts."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +134,6 @@ CONFIG = AlertsConfig(window=4)
 CALM = {"ref_kld": 0.02, "entropy": 1.0, "mismatch_kl": 1e-3, "groups/zero_variance": 0.2}
 
 
-Runs = list[tuple[int, Mapping[str, float]]]
-
-
 @pytest.mark.parametrize(
     ("runs", "first", "message"),
     [
@@ -151,7 +147,7 @@ Runs = list[tuple[int, Mapping[str, float]]]
         ([(6, {}), *[(3, {"groups/zero_variance": 1.0}), (1, {})] * 2], None, ""),
     ],
 )
-def test_an_alert_is_told_at_its_step(runs: Runs, first: int | None, message: str) -> None:
+def test_an_alert_is_told_at_its_step(runs: list[tuple[int, Any]], first: int | None, message: str) -> None:
     steps = [{**CALM, **changed} for count, changed in runs for _ in range(count)]
     alerts = Alerts(CONFIG)
     told = [alerts.check(metrics) for metrics in steps]
