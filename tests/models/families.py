@@ -117,7 +117,7 @@ def reference_outcome(path: Path, samples: Sequence[Sample], weights: Mapping[st
         targets = torch.as_tensor(sample.targets)
         loss = loss - logprobs_LV[targets - 1, ids_L[targets]].sum() / total
     loss.backward()
-    return Outcome(float(loss.detach()), _gradients(model))
+    return Outcome(float(loss.detach()), gradients_of(model))
 
 
 def trainer_outcome(policy: Policy, samples: list[Sample], *, pack: bool, budget: int, share: bool = False) -> Outcome:
@@ -141,9 +141,10 @@ def trainer_outcome(policy: Policy, samples: list[Sample], *, pack: bool, budget
         loss = -logprobs_N.sum() / total
         loss.backward()
         loss_sum += float(loss.detach())
-    return Outcome(loss_sum, _gradients(policy.hf_model))
+    return Outcome(loss_sum, gradients_of(policy.hf_model))
 
 
-def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return a copy of each gradient, which is whole where it is sharded. Collective."""
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {name: (one.full_tensor() if isinstance(one, DTensor) else one).cpu().clone() for name, one in found.items()}

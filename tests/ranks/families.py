@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from holdfast.config.training import ParallelConfig, SftDataConfig, TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.policy import build_policy, supervised_step
-from tests.models.families import random_samples
+from tests.models.families import gradients_of, random_samples
 from tests.ranks.two import run_on_ranks
 
 LENGTHS = (23, 5, 31, 2, 14)
@@ -27,12 +26,8 @@ def compute(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     samples = random_samples(LENGTHS, seed=1)
     # Three micro-batches: one of two ranks has an empty one.
     loss = supervised_step(policy, samples, SftDataConfig(name="", seq_len=32, micro_batch_size=1), mesh)
-    found = {"loss": torch.tensor(loss)}
-    for name, parameter in policy.hf_model.named_parameters():
-        gradient = parameter.grad
-        assert gradient is not None, name
-        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
+    assert all(parameter.grad is not None for parameter in policy.parameters())
+    return {"loss": torch.tensor(loss)} | gradients_of(policy.hf_model)
 
 
 def _work(given: Mesh, model_dir: Path, _: Path) -> dict[str, dict[str, Tensor] | str]:

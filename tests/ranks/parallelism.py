@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig
@@ -20,7 +19,7 @@ from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_p
 from holdfast.trainer.preference.pairs import Pair
 from holdfast.trainer.preference.reference import Reference, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
-from tests.models.families import random_samples
+from tests.models.families import gradients_of, random_samples
 from tests.ranks.checkpoints import whole
 from tests.ranks.policy_metrics import measured, ragged_samples, statistics_of, taught
 from tests.ranks.two import run_on_ranks
@@ -111,12 +110,10 @@ def measure(model_dir: Path, mesh: Mesh) -> dict[str, Any]:
     scores_S = score_samples(scalar, samples, list(range(len(samples))), pack=True, device=mesh.device)
     scores_S.square().sum().backward()  # the same on every rank, so its mean over ranks is itself
     found["scores"] = scores_S.detach()
-    for name, parameter in scalar.hf_model.named_parameters():
-        assert parameter.grad is not None
-        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        # Ranks that share the tokens of a sample have a part of its gradient each.
-        found[f"scored {name}"] = gradient * (mesh.world_size // mesh.data_size)
-    return found
+    assert all(parameter.grad is not None for parameter in scalar.parameters())
+    # Ranks that share the tokens of a sample have a part of its gradient each.
+    parts = mesh.world_size // mesh.data_size
+    return found | {f"scored {name}": gradient * parts for name, gradient in gradients_of(scalar.hf_model).items()}
 
 
 def _work(given: Mesh, model_dir: Path, directory: Path) -> dict[tuple[str, str], dict[str, Any]]:

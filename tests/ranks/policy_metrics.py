@@ -24,7 +24,7 @@ from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.train_step import forward_backward
 from tests.builders.policy_inputs import policy_input
-from tests.models.families import group_samples, random_samples
+from tests.models.families import gradients_of, group_samples, random_samples
 from tests.ranks.two import run_on_ranks
 
 AGES = (0, 1, 4)
@@ -104,11 +104,8 @@ def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Te
     statistics = PolicyStatistics([0], has_reference=False)
     value = forward_backward(student, minibatch, loss, mesh, statistics, reading=PLAIN, teacher=other)
     reshard(other)
-    found = {"loss": torch.tensor(value)}
-    for name, parameter in student.hf_model.named_parameters():
-        assert parameter.grad is not None
-        found[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    return found
+    assert all(parameter.grad is not None for parameter in student.parameters())
+    return {"loss": torch.tensor(value)} | gradients_of(student.hf_model)
 
 
 def stepped(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:

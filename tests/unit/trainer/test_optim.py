@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.optimization import (
-    get_constant_schedule_with_warmup,
-    get_cosine_with_min_lr_schedule_with_warmup,
-    get_polynomial_decay_schedule_with_warmup,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, get_scheduler
 
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import OptimConfig, SftConfig, learning_rate, schedule_end
@@ -32,16 +27,6 @@ from holdfast.trainer.rl.auxiliary_models import Ema
 from holdfast.trainer.session import Stopwatch, memory_gib
 from tests.conftest import ModelFactory
 
-_SCHEDULES = {
-    "constant": lambda optimizer, warmup, end, low: get_constant_schedule_with_warmup(optimizer, warmup),
-    "linear": lambda optimizer, warmup, end, low: get_polynomial_decay_schedule_with_warmup(
-        optimizer, warmup, end, lr_end=0.25 * low, power=1.0
-    ),
-    "cosine": lambda optimizer, warmup, end, low: get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer, warmup, end, min_lr_rate=low
-    ),
-}
-
 
 @pytest.mark.parametrize("low", [0.0, 0.2, 0.9])
 @pytest.mark.parametrize(("warmup", "end"), [(0, 1), (1, 2), (2, 3), (3, 50), (0, 20), (1, 20), (4, 20)])
@@ -52,7 +37,11 @@ def test_rates_are_those_of_transformers_without_a_step_at_0(schedule: str, warm
     ours = [learning_rate(step, config, end) for step in range(1, end + 1)]
     assert min(ours) > 0 and ours[warmup] == max(ours) == 0.25
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.25)
-    scheduler = _SCHEDULES[schedule](optimizer, warmup, end, low)
+    name, fields = {
+        "constant": ("constant_with_warmup", {}), "linear": ("polynomial", {"lr_end": 0.25 * low, "power": 1.0}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": low}),
+    }[schedule]  # fmt: skip
+    scheduler = get_scheduler(name, optimizer, warmup, end, fields)
     theirs = []
     for _ in range(end):
         theirs += scheduler.get_last_lr()

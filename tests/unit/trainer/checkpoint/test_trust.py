@@ -17,7 +17,7 @@ from holdfast.launcher.resume.attempt import copy_fork, find_fork
 from holdfast.process.scratch import LOCK_NAME, scratch_name
 from holdfast.run import manifest
 from holdfast.run.checkpoints import require_weights
-from holdfast.run.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
+from holdfast.run.manifest import FileEntry, decode_manifest, encode_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import save_state
 from holdfast.trainer.checkpoint.dcp import IndexReader
@@ -25,7 +25,7 @@ from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.export import Export, Group, TensorReader, describe, export, new_directory
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.safetensors_files import SafetensorsWriter
-from tests.builders.checkpoint_files import write_checkpoint
+from tests.builders.checkpoint_files import commit, write_checkpoint
 
 NAMES = [
     "os system", "builtins eval", "pathlib os.system", "torch load", "torch Size.__class__",
@@ -175,8 +175,7 @@ def test_a_checkpoint_that_cannot_be_exported_as_asked_is_refused(mesh: Mesh, tm
     def refused(name: str, tensors: dict[str, Tensor], said: str, **options: Any) -> None:
         step = tmp_path / name
         saved(step / "trainer", tensors)
-        files = manifest.describe_files(step)
-        manifest.write_manifest(step, Manifest(kind="checkpoint", step=1, policy_version=1, files=files))
+        commit(step, "checkpoint", 1)
         with pytest.raises(CheckpointError, match=said):
             export(Export(step, tmp_path / "exported", **options))
         assert not (tmp_path / "exported").exists()

@@ -1,7 +1,6 @@
 """What is found out about a model before it is trained, and which are refused: structure, attention, head, slices."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +29,10 @@ from holdfast.trainer.model.packing_check import PACKED, Layout, find_layout
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.structure import decoder_layers, decoder_of, has_plain_head, longest_sample, pair_cost
 from holdfast.trainer.model.value_model import build_scalar_model
+from tests.conftest import ModelFactory as Models
 from tests.models.families import FAMILIES, write_model
 from tests.unit.trainer.programs.cases import MIXTURE
 
-Models = Callable[..., Path]
 PLANNED = "model.layers.*.mlp.experts"
 CPU = torch.device("cpu")
 

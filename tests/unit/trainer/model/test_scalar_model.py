@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +28,9 @@ from holdfast.trainer.programs.reward_model import _with_padding
 from holdfast.trainer.rl.auxiliary_models import RewardModel
 from tests.builders.plain_models import copy_with_other_tokens, write_reward_model
 from tests.builders.train_states import local_part
+from tests.conftest import ModelFactory as Models
 from tests.ranks.policy_metrics import ragged_samples
 
-Models = Callable[..., Path]
 CPU = torch.device("cpu")
 
 

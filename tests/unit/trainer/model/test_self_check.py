@@ -15,7 +15,7 @@ from holdfast.config.resolved import fingerprint
 from holdfast.config.training import SftConfig, TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.run import manifest
-from holdfast.run.manifest import Fingerprints, Manifest
+from holdfast.run.manifest import Fingerprints
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import attention
@@ -24,6 +24,7 @@ from holdfast.trainer.model.parity_check import check_model, is_random_in_traini
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.structure import use_attention
 from holdfast.trainer.model.value_model import build_scalar_model
+from tests.builders.checkpoint_files import commit
 from tests.conftest import ModelFactory
 from tests.models.families import FAMILIES, write_model
 
@@ -135,22 +136,19 @@ def test_a_resumed_run_checks_its_models_again_only_if_something_has_changed(tmp
     def config(step: int | None, **settings: Any) -> SftConfig:
         return SftConfig(output_dir=tmp_path, ckpt=CkptConfig(resume_step=step), **settings)
 
-    def commit(begun: SftConfig, **libraries: str) -> None:
+    def save(begun: SftConfig, **libraries: str) -> None:
         directory = RunDir(tmp_path).checkpoint(2)
         (directory / "trainer").mkdir(parents=True, exist_ok=True)
         (directory / "trainer/config.toml").write_text(to_toml(begun))
-        listing = Manifest(
-            kind="checkpoint", step=2, policy_version=2, files=manifest.describe_files(directory),
-            fingerprints=Fingerprints(config=fingerprint(begun)), libraries=manifest.library_versions() | libraries,
-        )  # fmt: skip
-        manifest.write_manifest(directory, listing)
+        own = {"fingerprints": Fingerprints(config=fingerprint(begun))}
+        commit(directory, "checkpoint", 2, libraries=manifest.library_versions() | libraries, **own)
 
-    commit(config(None))
+    save(config(None))
     assert was_checked(config(2)) and was_checked(config(2, keep_attempts=3))
     assert not was_checked(config(None))
     assert not was_checked(config(2, model={"name": "other"}))
     assert not was_checked(config(2, parallel={"sequence_parallel": 2}))
-    commit(config(None), torch="1.0")
+    save(config(None), torch="1.0")
     assert not was_checked(config(2))
 
 

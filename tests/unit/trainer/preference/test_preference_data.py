@@ -47,7 +47,6 @@ from holdfast.trainer.programs.reward_model import end_at_stop_token
 from tests.builders.plain_models import copy_with_other_tokens
 from tests.builders.preference_steps import check_splits, ragged_pairs, taken_gradients
 from tests.conftest import BASE, ModelFactory
-from tests.models.plain_logprobs import answer_logprob
 
 TEXTS = [{"prompt": "ab>", "chosen": "ba", "rejected": "ab done"}, {"prompt": "cde>", "chosen": "edc", "rejected": "c"}]
 
@@ -256,6 +255,16 @@ def test_the_prompt_of_a_pair_attends_to_itself_once_and_costs_as_much() -> None
 @pytest.fixture(scope="module")
 def policy(tiny_model: ModelFactory, mesh: Mesh) -> Policy:
     return build_policy(TrainedModelConfig(name=str(tiny_model()), init="pretrained"), mesh, seed=0)
+
+
+def answer_logprob(policy: Policy, sample: Sample) -> Tensor:
+    """Return the summed log-probability of what is trained, by transformers' own logits in float64."""
+    ids_L = torch.from_numpy(sample.token_ids.astype(np.int64))
+    given = {"input_ids": ids_L[None], "position_ids": torch.arange(len(ids_L))[None]}
+    hidden = policy.hf_model.get_decoder()(**given, use_cache=False).last_hidden_state[0]
+    logprobs = policy.hf_model.get_output_embeddings()(hidden).double().log_softmax(-1)  # type: ignore[misc]
+    picked = [logprobs[place - 1, ids_L[place]] for place in np.flatnonzero(sample.loss_mask)]
+    return sum(picked, torch.zeros((), dtype=torch.float64))
 
 
 def step_of(policy: Policy, mesh: Mesh, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:

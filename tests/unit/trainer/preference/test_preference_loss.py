@@ -119,15 +119,11 @@ def test_defaults_depend_on_the_loss_and_survive_being_written(kind: str) -> Non
     assert PreferenceLossConfig.model_validate(settings.model_dump(exclude_none=True)) == settings
 
 
-def doubles(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def test_very_wrong_pairs_have_a_finite_loss_and_gradient() -> None:
-    chosen_P = doubles(-1e4).requires_grad_()
-    loss_P = reward_loss(chosen_P, doubles(1e4), doubles(0.0), RewardLossConfig())
+    rows = torch.tensor([[-1e4], [1e4], [0.0]], dtype=torch.float64, requires_grad=True)
+    loss_P = reward_loss(*rows, RewardLossConfig())
     loss_P.sum().backward()
-    assert loss_P.item() == pytest.approx(2e4) and chosen_P.grad is not None and chosen_P.grad.item() == -1
+    assert loss_P.item() == pytest.approx(2e4) and rows.grad is not None and rows.grad[0].item() == -1
 
 
 @pytest.mark.parametrize("settings", [{"loss": {"center_coef": -0.1}}, {"val_interval": 3}])

@@ -13,12 +13,12 @@ from holdfast.config.rl_trainer import JournalConfig
 from holdfast.errors import CheckpointError, TrainingError
 from holdfast.orchestrator.state import EnvironmentState, OrchestratorState
 from holdfast.protocol.rollouts import Batch, Dropped, DropReason, Rollout
-from holdfast.run import manifest
 from holdfast.run.journal import Accepted, Counts, EnvironmentPosition, publish_batch, read_accepted
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.programs.rl import _prune_batches
 from holdfast.trainer.rl.accounting import Ledger, check_tasks, check_trained
 from holdfast.trainer.state import Progress
+from tests.builders.checkpoint_files import commit
 from tests.builders.sampled_rollouts import sampled_rollout
 
 GROUP, TOKENS = 2, 5
@@ -226,8 +226,7 @@ def test_batches_stay_for_checkpoints_and_users(tmp_path: Path, keep: Any, check
         run_dir.batch(step).mkdir(parents=True)
     for step in checkpoints:
         run_dir.checkpoint(step).mkdir(parents=True)
-        listing = manifest.Manifest(kind="checkpoint", step=step, policy_version=step, files={})
-        manifest.write_manifest(run_dir.checkpoint(step), listing)
+        commit(run_dir.checkpoint(step), "checkpoint", step)
     progress, main = SimpleNamespace(step=8), SimpleNamespace(is_main=True)
     session: Any = SimpleNamespace(run_dir=run_dir, mesh=main, progress=progress)
     assert _prune_batches(session, JournalConfig(keep=keep)) == checkpoints
