@@ -1,7 +1,11 @@
 """Two real ranks that load a model, and note how much they read: `… tests.ranks.initial_weights MODEL DIRECTORY`."""
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +15,9 @@ from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.lora import whole_tensors
 from holdfast.trainer.model.policy import build_policy
 from tests.ranks.two import run_on_ranks
+
+READ = Counter[str]()
+open_file = init_from.safe_open
 
 
 class CountedSlice:
@@ -22,39 +29,21 @@ class CountedSlice:
 
     def __getitem__(self, region: Any) -> Tensor:
         part = self._inner[region]
-        CountedFile.read[self._name] = CountedFile.read.get(self._name, 0) + part.numel()
+        READ[self._name] += part.numel()
         return part
 
 
-class CountedFile:
-    """A safetensors file that is read as ever, and notes how much of each tensor was."""
-
-    read: dict[str, int] = {}
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._file = open_file(*args, **kwargs)
-
-    def __enter__(self) -> Self:
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        self._file.__exit__(*ended)
-
-    def keys(self) -> list[str]:
-        return self._file.keys()
-
-    def get_slice(self, name: str) -> CountedSlice:
-        return CountedSlice(name, self._file.get_slice(name))
-
-
-open_file = init_from.safe_open
+@contextmanager
+def counted_file(*args: Any, **kwargs: Any) -> Iterator[SimpleNamespace]:
+    """Open a safetensors file that is read as ever, and note how much of each tensor is."""
+    with open_file(*args, **kwargs) as file:
+        yield SimpleNamespace(keys=file.keys, get_slice=lambda name: CountedSlice(name, file.get_slice(name)))
 
 
 def _work(mesh: Mesh, model_dir: Path, _: Path) -> dict[str, Any]:
-    init_from.safe_open = CountedFile  # type: ignore[assignment,misc]
+    init_from.safe_open = counted_file  # type: ignore[assignment,misc]
     policy = build_policy(TrainedModelConfig(name=str(model_dir)), mesh, seed=0)
-    return {"read": dict(CountedFile.read), "weights": dict(whole_tensors(policy.hf_model, keep=True))}
+    return {"read": dict(READ), "weights": dict(whole_tensors(policy.hf_model, keep=True))}
 
 
 if __name__ == "__main__":
