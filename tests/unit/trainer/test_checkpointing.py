@@ -65,24 +65,13 @@ def no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-class Clock:
-    """A monotonic clock that stands still until it is told to go on."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_minutes(self, minutes: float) -> None:
-        self.now += 60 * minutes
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the seconds of a clock that stands still until a test adds to them."""
+    now = [1000.0]
     for module in (saving, stop_module):  # no others: threads and torch have limits of their own
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=made))
-    return made
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
 def test_the_wait_for_uploads_has_its_own_bound(tmp_path: Path, mesh: Mesh) -> None:
@@ -154,13 +143,13 @@ def test_every_commit_is_told_when_the_next_save_comes_before_the_next_poll(star
     loop.saver.close()
 
 
-def test_it_saves_minutes_after_the_last_save(start: Start, clock: Clock, run_dir: RunDir) -> None:
+def test_it_saves_minutes_after_the_last_save(start: Start, clock: list[float], run_dir: RunDir) -> None:
     loop = start(every_minutes=2.0, interval=5, save_async=False)
     for minutes in (1.0, 1.5, 1.0, 1.5, 1.5, 1.0):  # before steps 1 to 6
-        clock.pass_minutes(minutes)
+        clock[0] += 60 * minutes
         loop.step()
     assert run_dir.committed_steps() == [2, 4, 5]
-    clock.pass_minutes(0.9)
+    clock[0] += 60 * 0.9
     loop.step()
     loop.saver.close()
     assert run_dir.committed_steps() == [2, 4, 5, 7]
@@ -229,12 +218,12 @@ def test_a_step_whose_save_failed_is_saved_again_before_the_stop(
     assert run_dir.committed_steps() == [1]
 
 
-def test_grace_begins_at_the_signal(start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grace_begins_at_the_signal(start: Start, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     loop = start(grace_s=30, interval=1)
     with held_writes(monkeypatch) as held:
         loop.step()
         loop.stop.ask(signal.SIGTERM)
-        clock.pass_minutes(1)
+        clock[0] += 60
         loop.stop.ask(signal.SIGUSR1)
         with pytest.raises(GraceOver):
             loop.step()

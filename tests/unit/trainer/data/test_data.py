@@ -203,8 +203,6 @@ def test_a_run_tells_that_a_step_takes_more_than_all_samples(caplog: pytest.LogC
 
 BYE = {"role": "assistant", "content": "dc"}
 CHAT, OTHER = "<|user|>ab<|end|><|assistant|>ba<|end|>", "<|user|>ab<|end|><|assistant|>dc<|end|>"
-
-
 CONVERSATION = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
 
 
@@ -310,7 +308,7 @@ def test_calls_of_share_gpt_are_those_of_messages() -> None:
     calls = [{"name": "weather", "arguments": {"city": "東京"}}, {"name": "time", "arguments": {}}]
     tool_calls = [{"type": "function", "function": function} for function in calls]
     expected = tokens("messages", USER, {"role": "assistant", "content": "", "tool_calls": tool_calls})
-    human = {"from": "human", "value": "ab"}
+    human, _ = CONVERSATION
     for value in (calls, json.dumps(calls)):
         assert tokens("conversations", human, {"from": "function_call", "value": value}) == expected
     text = theirs.decode(tokens("conversations", human, {"from": "function_call", "value": json.dumps(calls[0])}))
@@ -406,8 +404,7 @@ def test_roles_no_template_knows_count(tokenizer: Tokenizer, tmp_path: Path, cap
         assert f"messages have the role `{role}`, which is not one of assistant, developer, system" in caplog.text
     assert caplog.text.count("(3 rows)") >= 2
     caplog.clear()
-    turns = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
-    load(write(tmp_path / "b.jsonl", [{"conversations": turns}]), tokenizer)
+    load(write(tmp_path / "b.jsonl", [{"conversations": CONVERSATION}]), tokenizer)
     assert "role" not in caplog.text
 
 

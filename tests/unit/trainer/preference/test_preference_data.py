@@ -70,10 +70,9 @@ def read(path: Path, rows: list[dict[str, Any]], tokenizer: Tokenizer, formats: 
     return load_pairs(settings(path, rows, **more), tokenizer, **({"formats": formats} if formats else {}))
 
 
-def trained(tokenizer: Tokenizer, pair: Pair) -> tuple[str, str]:
+def trained(tokenizer: Tokenizer, pair: Pair) -> tuple[object, ...]:
     """Return what is trained of both sides, as text."""
-    texts = [str(tokenizer.decode(side.token_ids[side.loss_mask], skip_special_tokens=True)) for side in pair.sides]
-    return texts[0], texts[1]
+    return tuple(tokenizer.decode(side.token_ids[side.loss_mask], skip_special_tokens=True) for side in pair.sides)
 
 
 def test_a_fingerprint_of_text_rows_tells_the_sides_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
