@@ -2,7 +2,7 @@
 tokens of the longest one, N all their tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,88 +10,57 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
 from holdfast.trainer.rl.advantages import sample_std
 from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
-from tests.builders.policy_inputs import policy_input
 from tests.builders.scored_rollouts import advantage_of, scored_groups
+from tests.builders.slow_losses import as_input, random_step
 
 pytestmark = pytest.mark.trl
 
 GROUP_SIZE = 4
-LENGTHS = [3, 7, 1, 5, 6, 2, 7, 4]
+LENGTHS = (3, 7, 1, 5, 6, 2, 7, 4)
+COMPLETIONS = [[7] * length for length in LENGTHS]
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 SCORED = {"rel": 1e-6, "abs": 1e-9}  # TRL takes the standard deviation in part in float32
 
 
-@dataclass(frozen=True)
-class Step:
-    """Log-probabilities of the tokens of a step as TRL holds them, with padding, and where there are tokens."""
-
-    new_BT: Tensor
-    old_BT: Tensor
-    sampler_BT: Tensor
-    reference_BT: Tensor
-    advantages_B: Tensor
-    mask_BT: Tensor
-
-    @property
-    def completions(self) -> list[list[int]]:
-        return [[7] * length for length in self.mask_BT.sum(1).tolist()]
-
-    def tokens_of(self, values_BT: Tensor) -> Tensor:
-        """Return the values of the tokens alone, one sequence after the other: (N,)."""
-        return values_BT[self.mask_BT]
-
-    def for_trl(self) -> dict[str, Tensor]:
-        mask_BT = self.mask_BT.long()
-        return {
-            "prompt_ids": torch.full((len(mask_BT), 1), 5),
-            "prompt_mask": torch.ones(len(mask_BT), 1, dtype=torch.long), "completion_ids": torch.full_like(mask_BT, 7),
-            "completion_mask": mask_BT, "advantages": self.advantages_B, "old_per_token_logps": self.sampler_BT,
-            "ref_per_token_logps": self.reference_BT, "num_items_in_batch": mask_BT.sum(),
-        }  # fmt: skip
-
-    def for_ours(self) -> PolicyLossInput:
-        """Return the input of our losses; the log-probabilities are those that `new_BT` holds."""
-        lengths_B = self.mask_BT.sum(1)
-        sequence_N = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
-        return policy_input(
-            self.tokens_of(self.new_BT), old_logprobs_N=self.tokens_of(self.old_BT),
-            sampler_logprobs_N=self.tokens_of(self.sampler_BT), advantages_N=self.advantages_B[sequence_N],
-            weights_N=1 / (len(lengths_B) * lengths_B[sequence_N]).double(), sequence_N=sequence_N,
-            step_sequences=len(lengths_B), step_tokens=int(lengths_B.sum()),
-            reference_logprobs_N=self.tokens_of(self.reference_BT),
-        )  # fmt: skip
-
-
-def random_step(seed: int, *, spread: float = 0.4) -> Step:
-    """Sequences of several lengths whose three policies differ by `spread` nats per token."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (len(LENGTHS), max(LENGTHS))
-
-    def normal(scale: float = spread) -> Tensor:
-        return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-
+def step_of(seed: int) -> PolicyLossInput:
+    """Return sequences of several lengths whose three policies, and reference, differ by 0.4 nats per token."""
+    data = as_input(random_step(2 * seed, spread=0.4, lengths=LENGTHS))
+    noise_N = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     # TRL holds what a sampler reports in float32.
-    sampler_BT = (-4 * torch.rand(shape, generator=generator)).double()
-    old_BT = sampler_BT + normal()
-    return Step(
-        new_BT=(old_BT + normal()).requires_grad_(),
-        old_BT=old_BT,
-        sampler_BT=sampler_BT,
-        reference_BT=old_BT + normal(),
-        advantages_B=torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64),
-        mask_BT=torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None],
-    )
+    sampler_N = data.sampler_logprobs_N.float().double()
+    return replace(data, sampler_logprobs_N=sampler_N, reference_logprobs_N=data.old_logprobs_N + 0.4 * noise_N)
 
 
-def assert_same_loss_and_gradient(theirs: Tensor, ours: Tensor, new_BT: Tensor) -> None:
+def padded(values_N: Tensor) -> Tensor:
+    """Return the values of all tokens as TRL holds them, (B, T), with padding."""
+    return pad_sequence(values_N.split(LENGTHS), batch_first=True)
+
+
+def advantages_of(data: PolicyLossInput) -> Tensor:
+    return torch.stack([values[0] for values in data.advantages_N.split(LENGTHS)])
+
+
+def for_trl(data: PolicyLossInput) -> dict[str, Tensor]:
+    assert data.reference_logprobs_N is not None
+    mask_BT = padded(torch.ones(sum(LENGTHS), dtype=torch.long))
+    return {
+        "prompt_ids": torch.full((len(mask_BT), 1), 5), "prompt_mask": torch.ones(len(mask_BT), 1, dtype=torch.long),
+        "completion_ids": torch.full_like(mask_BT, 7), "completion_mask": mask_BT, "advantages": advantages_of(data),
+        "old_per_token_logps": padded(data.sampler_logprobs_N), "num_items_in_batch": mask_BT.sum(),
+        "ref_per_token_logps": padded(data.reference_logprobs_N),
+    }  # fmt: skip
+
+
+def assert_same_loss_and_gradient(theirs: Tensor, ours: Tensor, data: PolicyLossInput) -> None:
     torch.testing.assert_close(ours, theirs, **EXACT)
-    gradients = [torch.autograd.grad(loss, new_BT, retain_graph=True)[0] for loss in (ours, theirs)]
+    gradients = [torch.autograd.grad(loss, data.logprobs_N, retain_graph=True)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(*gradients, **EXACT)
     assert gradients[0].count_nonzero() > 0
 
@@ -124,12 +93,12 @@ def test_losses_gradients_and_clip_fractions_are_those_of_trl(
     loss_function = build_policy_loss(PolicyLossConfig.model_validate(unbounded | our_settings))
     trainer = trl_trainers.grpo_trainer(model, tmp_path, **trl_settings)
     for seed in range(5):
-        step = random_step(seed)
-        trainer.forwards = [step.new_BT]
+        data = step_of(seed)
+        trainer.forwards = [padded(data.logprobs_N)]
         trainer._metrics["train"].clear()
-        theirs = trainer._compute_loss(trainer.model, step.for_trl())
-        ours, counts = loss_function(step.for_ours())
-        assert_same_loss_and_gradient(theirs, ours, step.new_BT)
+        theirs = trainer._compute_loss(trainer.model, for_trl(data))
+        ours, counts = loss_function(data)
+        assert_same_loss_and_gradient(theirs, ours, data)
         logged = {name: values[0] for name, values in trainer._metrics["train"].items()}
         if our_settings["type"] == "gspo":
             continue  # TRL logs the share of sequences, ours is the share of their tokens
@@ -161,14 +130,14 @@ def test_corrections_are_trls(name: str, mode: str, trl_trainers: ModuleType, mo
     config = PolicyLossConfig(type=name, aggregation=aggregation, correction=correction, **settings)
     bounded = 0
     for seed in range(5):
-        step = random_step(seed)
-        trainer.completions, trainer.rewards = step.completions, step.advantages_B.tolist()
-        trainer.sampler_logprobs = [row[:length].tolist() for row, length in zip(step.sampler_BT, LENGTHS, strict=True)]
-        trainer.forwards = [step.old_BT, step.new_BT]
+        data = step_of(seed)
+        trainer.completions, trainer.rewards = COMPLETIONS, advantages_of(data).tolist()
+        trainer.sampler_logprobs = [part.tolist() for part in data.sampler_logprobs_N.split(LENGTHS)]
+        trainer.forwards = [padded(data.old_logprobs_N), padded(data.logprobs_N)]
         scored = trainer._generate_and_score_completions([{"prompt": "a"}] * len(LENGTHS))
-        theirs = trainer._compute_loss(trainer.model, scored | {"advantages": step.advantages_B})
-        ours, counts = build_policy_loss(config)(step.for_ours())
-        assert_same_loss_and_gradient(theirs, ours, step.new_BT)
+        theirs = trainer._compute_loss(trainer.model, scored | {"advantages": advantages_of(data)})
+        ours, counts = build_policy_loss(config)(data)
+        assert_same_loss_and_gradient(theirs, ours, data)
         bounded += int(counts["correction/bounded"])
     assert bounded > 0
 
@@ -178,19 +147,19 @@ def test_the_kl_term_is_trls(estimator: KlEstimator, trl_trainers: ModuleType, m
     """TRL adds beta times the estimate to each token's loss: its weights are those of the policy loss."""
     beta, unbiased = 0.3, estimator == "k3_unbiased"
     trainer = trl_trainers.grpo_trainer(model, tmp_path, loss_type="grpo", beta=beta, use_bias_correction_kl=unbiased)
-    step = random_step(0)
-    trainer.forwards = [step.new_BT, step.new_BT]
-    theirs = trainer._compute_loss(trainer.model, step.for_trl())
+    data, config = step_of(0), PolicyLossConfig(type="grpo")
+    trainer.forwards = [padded(data.logprobs_N)] * 2
+    theirs = trainer._compute_loss(trainer.model, for_trl(data))
     logged = trainer._metrics["train"]["kl"][0]
     trainer.beta = 0.0
-    theirs = theirs - trainer._compute_loss(trainer.model, step.for_trl())
-    tokens = [step.tokens_of(one) for one in (step.new_BT, step.reference_BT, step.sampler_BT)]
-    kl_N = estimate_kl(tokens[0], tokens[1], estimator, base_logprobs_N=tokens[2])
-    config, data = PolicyLossConfig(type="grpo"), step.for_ours()
+    theirs = theirs - trainer._compute_loss(trainer.model, for_trl(data))
+    assert data.reference_logprobs_N is not None
+    base = {"base_logprobs_N": data.sampler_logprobs_N}
+    kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator, **base)
     loss = build_policy_loss(config)
     penalised = with_kl_term(loss, config, KlCoefficient(beta), estimator)
     ours = penalised(data)[0] - loss(data)[0]
-    assert_same_loss_and_gradient(theirs, ours, step.new_BT)
+    assert_same_loss_and_gradient(theirs, ours, data)
     assert kl_N.mean().item() == pytest.approx(logged, rel=1e-6)
 
 
@@ -203,9 +172,8 @@ REWARDS_PG = [[1.0, 0.0, 0.0, 0.5], [2.0, -1.0, 0.25, 7.0]]
 
 def scored_rewards(trainer: Any, rewards_PG: list[list[float]]) -> list[float]:
     """Return the advantages that TRL gives these rewards."""
-    step = random_step(0)
-    trainer.completions, trainer.rewards = step.completions, flat(rewards_PG)
-    trainer.forwards = [step.old_BT]
+    trainer.completions, trainer.rewards = COMPLETIONS, flat(rewards_PG)
+    trainer.forwards = [padded(step_of(0).old_logprobs_N)]
     scored = trainer._generate_and_score_completions([{"prompt": "a"}] * len(trainer.rewards))
     return scored["advantages"].tolist()
 

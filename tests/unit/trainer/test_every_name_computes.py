@@ -1,7 +1,6 @@
 """Every name in the tables of algorithms computes its formula, in random cases, and has function, help and docs."""
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -128,22 +127,23 @@ class Learned:
     after: float
 
 
-class Bench:
-    """Runs learners on what their own policies sample."""
+Learn = Callable[..., Learned]
 
-    def __init__(self, output: Path, make_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._output, self._rest = output, (make_model(), mesh, tokenizer)
-        self.other_model = str(make_model(seed=5))
 
-    def learn(self, settings: dict[str, Any], **kind: bool) -> Learned:
-        """Take all steps on such batches, and those behind the first half once more, from a checkpoint."""
-        settings = {"optim": {"lr": 1e-2}, "mismatch_limit": None} | settings
+@pytest.fixture(scope="module")
+def learn(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
+) -> Learn:
+    """Return what has a learner take all steps on what its own policy samples (`play`), and those behind the first half
+    once more, from a checkpoint.
+    """
 
+    def make(settings: dict[str, Any], **kind: bool) -> Learned:
         def step_of(run: LearnerRun, step: int) -> dict[str, float]:
             return run.learn_from(play(run.session.policy, step, **kind))
 
-        output = Path(tempfile.mkdtemp(dir=self._output))
-        start = partial(start_learner, output, *self._rest, **settings)
+        settings = {"optim": {"lr": 1e-2}, "mismatch_limit": None} | settings
+        start = partial(start_learner, tmp_path_factory.mktemp("run"), tiny_model(), mesh, tokenizer, **settings)
         run = start()
         before = skill(run.session.policy)
         lines = [step_of(run, step) for step in range(1, HALF + 1)]
@@ -156,37 +156,32 @@ class Bench:
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         return Learned(lines, before, skill(run.session.policy))
 
-
-@pytest.fixture(scope="module")
-def bench(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
-) -> Bench:
-    return Bench(tmp_path_factory.mktemp("runs"), tiny_model, mesh, tokenizer)
+    return make
 
 
 @pytest.fixture(scope="module")
-def free(bench: Bench) -> Learned:
+def free(learn: Learn) -> Learned:
     """A run that is rewarded, measures its divergence from where it began, and does not pay for it."""
-    return bench.learn({"kl": {}})
+    return learn({"kl": {}})
 
 
 @pytest.mark.clock
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_every_policy_loss_learns(name: str, bench: Bench) -> None:
+def test_every_policy_loss_learns(name: str, learn: Learn) -> None:
     """Of each batch it takes four updates, so that what bounds ratios acts."""
     constant = {"constant_tokens": SAMPLED} if POLICY_LOSSES[name].aggregation == "constant" else {}
     settings = {"loss": {"type": name} | constant, "updates": {"epochs": 2, "minibatches": 2}}
-    learned = bench.learn(settings, imitated=name == "sft")
+    learned = learn(settings, imitated=name == "sft")
     assert learned.after > learned.before + 0.25, learned
 
 
 @pytest.mark.clock
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_every_advantage_learns(name: str, bench: Bench) -> None:
+def test_every_advantage_learns(name: str, learn: Learn, tiny_model: ModelFactory) -> None:
     """`distillation` comes nearer to its teacher; the others are rewarded for right tokens."""
     settings, is_taught = {"advantage": name} | NEEDED.get(name, {}), name == "distillation"
-    settings |= {"kl": {"reference": bench.other_model}} if is_taught else {}
-    learned = bench.learn(settings, by_token=ADVANTAGES[name].takes == "step_rewards")
+    settings |= {"kl": {"reference": str(tiny_model(seed=5))}} if is_taught else {}
+    learned = learn(settings, by_token=ADVANTAGES[name].takes == "step_rewards")
     if is_taught:
         assert learned.lines[-1]["distillation/kl"] < 0.5 * learned.lines[0]["distillation/kl"]
     else:
@@ -195,9 +190,9 @@ def test_every_advantage_learns(name: str, bench: Bench) -> None:
 
 @pytest.mark.clock
 @pytest.mark.parametrize("name", get_args(KlEstimator))
-def test_every_kl_estimator_keeps_the_policy_near_its_reference(name: str, bench: Bench, free: Learned) -> None:
+def test_every_kl_estimator_keeps_the_policy_near_its_reference(name: str, learn: Learn, free: Learned) -> None:
     penalty = {"coef": 2.0, "estimator": name, "place": "reward" if name == "k1" else "loss"}
-    assert 0 < bench.learn({"kl": penalty}).lines[-1]["ref_kld"] < 0.5 * free.lines[-1]["ref_kld"]
+    assert 0 < learn({"kl": penalty}).lines[-1]["ref_kld"] < 0.5 * free.lines[-1]["ref_kld"]
 
 
 @pytest.mark.clock

@@ -18,7 +18,6 @@ from holdfast.config.named_algorithms import POLICY_LOSSES
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
-from tests.builders.policy_inputs import policy_input
 from tests.builders.slow_losses import CORRECTIONS, as_input, configured, random_step
 from tests.builders.slow_preferences import KL_ESTIMATES
 from tests.conftest import ROOT
@@ -239,14 +238,12 @@ WEIGHTS = {"sequence": [0.25, 0.25, 0.5], "token": [1 / 3] * 3}
 
 
 def value_and_gradient(loss: Any) -> tuple[float, list[float], dict[str, Tensor]]:
-    logprobs_N = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
-    columns = torch.tensor([REFERENCE, ADVANTAGES, WEIGHTS["sequence"]], dtype=torch.float64)
-    value, counts = loss(policy_input(
-        logprobs_N, old_logprobs_N=logprobs_N.detach(), sampler_logprobs_N=logprobs_N.detach(),
-        reference_logprobs_N=columns[0], advantages_N=columns[1], weights_N=columns[2],
-        sequence_N=torch.tensor([0, 0, 1]), step_sequences=2, step_tokens=3,
-    ))  # fmt: skip
-    (gradient_N,) = torch.autograd.grad(value, logprobs_N)
+    columns = zip(LOGPROBS, ADVANTAGES, strict=True)
+    tokens = [{"sampler": logprob, "old": logprob, "new": logprob, "advantage": own} for logprob, own in columns]
+    reference_N = torch.tensor(REFERENCE, dtype=torch.float64)
+    data = replace(as_input([tokens[:2], tokens[2:]]), reference_logprobs_N=reference_N)
+    value, counts = loss(data)
+    (gradient_N,) = torch.autograd.grad(value, data.logprobs_N)
     return float(value.detach()), gradient_N.tolist(), counts
 
 
