@@ -1,5 +1,6 @@
 """Every family computes what transformers does, or is refused. `UPDATE_DOCS=1 pytest …` writes docs/models.md."""
 
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,11 @@ from holdfast.trainer.model.attention import KERNELS, Kernel
 from holdfast.trainer.model.lora import adapter_parameters, whole_tensors
 from holdfast.trainer.model.parity_check import check_model
 from holdfast.trainer.model.policy import Policy, build_policy
-from tests.conftest import ROOT
 from tests.models import families
 from tests.models.families import FAMILIES, Family, random_samples, reference_outcome, trainer_outcome, write_model
 from tests.models.per_sample import PerSample
-from tests.pages.families import Row
+from tests.pages.families import PAGE, Row, page
 
-PAGE = ROOT / "docs" / "models.md"
 LENGTHS = (23, 5, 31, 2, 14, 9)
 REFUSED = {
     "falcon (alibi)": "in transformers FalconForCausalLM is two models, by its own eager and by its own sdpa attention",
@@ -136,3 +135,11 @@ def test_samples_beyond_the_length_at_which_rotary_frequencies_change_are_refuse
         assert loss < 1e-5 and gradient < 1e-5, f"pack = {pack}"
     with pytest.raises(DataError, match=f"a sample has {ORIGINAL + 1} tokens, and .* has positions for {ORIGINAL}"):
         trainer_outcome(policy, random_samples((ORIGINAL + 1,), seed=3), pack=True, budget=64)
+
+
+def test_the_page_is_what_the_tests_found(rows: dict[str, Row]) -> None:
+    if rows.keys() != {family.name for family in FAMILIES}:
+        pytest.skip("needs the outcomes of all families")
+    if os.environ.get("UPDATE_DOCS"):
+        PAGE.write_text(page(rows))
+    assert PAGE.read_text() == page(rows), "run UPDATE_DOCS=1 pytest tests/unit/trainer/test_families.py"
