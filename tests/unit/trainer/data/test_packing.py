@@ -80,7 +80,7 @@ def test_every_sample_goes_to_the_first_row_with_room(lengths: list[int], budget
 @given(
     lengths=some_lengths,
     arrangement=st.sampled_from(["packed", "grouped", "rows"]),
-    budget=st.integers(1, 300),
+    budget=st.integers(60, 300),
     rows=st.integers(1, 9),
     world_size=st.integers(1, 12),
     pair_cost=st.sampled_from([0.0, 0.1]),
@@ -105,12 +105,19 @@ def test_every_rank_gets_as_many_micro_batches_and_every_sample_is_trained_once(
             assert len(sizes) <= rows
             assert micro == list(range(min(micro, default=0), max(micro, default=-1) + 1)), "the order of the data"
         elif arrangement == "packed":
-            assert len(sizes) < 2 or sum(sizes) <= budget, "a sample over budget is alone"
+            assert sum(sizes) <= budget
         else:
-            assert len(sizes) < 2 or len(sizes) * max(sizes) <= budget
+            assert len(sizes) * max(sizes, default=0) <= budget
     (alone,) = plan_on(1)
     assert len(plan[0]) == -(-len(alone) // world_size), "no more rounds than the fullest rows need"
     assert plan_on(world_size) == plan, "every rank must come to the same plan"
+
+
+@given(lengths=some_lengths, world_size=st.integers(2, 12), budget=st.integers(1, 59))
+def test_a_sample_over_budget_is_alone_on_any_number_of_ranks(lengths: list[int], world_size: int, budget: int) -> None:
+    plan = plan_rows(lengths, arrangement="packed", budget=budget, rows_per_micro_batch=1, world_size=world_size)
+    for micro in (micro for rank in plan for micro in rank):
+        assert len(micro) < 2 or sum(lengths[i] for i in micro) <= budget
 
 
 @pytest.mark.parametrize("arrangement", ["packed", "grouped", "rows"])
