@@ -82,6 +82,15 @@ def deal(directory: Path, blows: list[Blow], *flags: str, engine: Engine = "stub
         return complete(run)
 
 
+def kill_both(run: RlRun, *, orchestrator: int, rank: int) -> None:
+    """Kill the orchestrator behind a step, and rank 0 behind a later one."""
+    run.wait_for_step(orchestrator)
+    run.find("holdfast.orchestrator.main")[0].kill()
+    run.wait_for_output("orchestrator was killed by signal 9: starting it again")
+    run.wait_for_step(rank)
+    run.find("holdfast.trainer.launch")[1].kill()
+
+
 def killed_twice(
     output_dir: Path, *flags: str, orchestrator: int, rank: int, held: int, starts_python: bool = False
 ) -> CompletedRun:
@@ -93,10 +102,6 @@ def killed_twice(
     is_killed = output_dir.with_name(f"{output_dir.name}_rank_killed")
     environment = at_start(held_after(held, until=exists(is_killed)))
     with RlRun(output_dir, *flags, environment=environment, starts_python=starts_python) as run:
-        run.wait_for_step(orchestrator)
-        run.find("holdfast.orchestrator.main")[0].kill()
-        run.wait_for_output("orchestrator was killed by signal 9: starting it again")
-        run.wait_for_step(rank)
-        run.find("holdfast.trainer.launch")[1].kill()
+        kill_both(run, orchestrator=orchestrator, rank=rank)
         is_killed.touch()
         return complete(run)

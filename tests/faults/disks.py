@@ -59,15 +59,15 @@ class Disk:
 class SmallDisk(Disk):
     """A tmpfs at `place`, which every process finds at `path`."""
 
-    def __init__(self, place: Path, *, size_mib: int) -> None:
-        place.mkdir(parents=True)
-        super().__init__(f"mount -t tmpfs -o size={size_mib}m tmpfs {place}")
+    def __init__(self, place: Path, *, size_mib: int = 0, size_bytes: int = 0) -> None:
+        place.mkdir(parents=True, exist_ok=True)
+        super().__init__(f"mount -t tmpfs -o size={size_bytes or size_mib << 20} tmpfs {place}")
         self.path = self.view(place)
-        self._ballast = self.path / "ballast"
+        self.ballast = self.path / "ballast"
 
     def fill(self) -> None:
         """Take all the space that is free now; what is freed later is free until the next call."""
-        with open(self._ballast, "ab", buffering=0) as ballast:
+        with open(self.ballast, "ab", buffering=0) as ballast:
             for size in (256 * _BLOCK_BYTES, _BLOCK_BYTES):
                 try:
                     while True:
@@ -77,7 +77,7 @@ class SmallDisk(Disk):
                         raise
 
     def release(self) -> None:
-        self._ballast.unlink()
+        self.ballast.unlink()
 
 
 def enter(pid: int) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.runs.processes import in_a_child
+
 Instant = Literal["before", "after", "half way"]
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -38,6 +40,15 @@ def read_trail(path: Path) -> list[Call]:
         for line in lines
         if line[1:] != ["done"]
     ]
+
+
+def deaths(calls: list[Call], *, halves: bool = False) -> list[tuple[int, Instant]]:
+    """Return every state of the directory once: before each call, and after the last one. The state after a call is the
+    state before the next, and `fsync` makes no new one. `halves`: half way of each write as well.
+    """
+    before = [call for last, call in zip([None, *calls], calls, strict=False) if last is None or last.name != "fsync"]
+    found: list[tuple[int, Instant]] = [*((call.number, "before") for call in before), (calls[-1].number, "after")]
+    return found + [(call.number, "half way") for call in calls if halves and call.name == "write"]
 
 
 def install(
@@ -78,6 +89,20 @@ def installing(directory: Path, trail: Path, **fault: Any) -> str:
     """Return source that installs a fault."""
     words = ", ".join(f"{name}={value!r}" for name, value in fault.items())
     return f"from tests.faults.faulty_calls import install\ninstall({str(directory)!r}, {str(trail)!r}, {words})\n"
+
+
+def in_faulty_child(function: Callable[[], object], directory: Path, **fault: Any) -> int:
+    """Call a function in a process of its own, with a fault, or none, beneath `directory`; return the exit code, a
+    signal's negative. The trail is `directory` with the suffix `.trail`.
+    """
+    trail = directory.with_suffix(".trail")
+    trail.unlink(missing_ok=True)
+
+    def call() -> None:
+        install(str(directory), str(trail), **fault)
+        function()
+
+    return os.waitstatus_to_exitcode(os.waitpid(in_a_child(call), 0)[1])
 
 
 def _fork_killer(delay_s: float) -> int:
@@ -169,17 +194,22 @@ class _Watch:
         subject = arguments[0]
         if name == "open" and not _is_writing(arguments, options):
             return None
-        if isinstance(subject, int):
-            if name == "open":
-                return None
-            path = Path(f"/proc/self/fd/{subject}").readlink()
-        else:
-            path = Path(os.fsdecode(subject))
-            if options.get("dir_fd") is not None:
-                path = Path(f"/proc/self/fd/{options['dir_fd']}").readlink() / path
-        path = os.path.normpath(Path.cwd() / path)
+        if isinstance(subject, int) and name == "open":
+            return None
+        path = path_of(subject, options)
         is_inside = any(path == one or path.startswith(f"{one}/") for one in self._directories)
         return os.path.relpath(path, self._directory) if is_inside else None
+
+
+def path_of(subject: Any, options: dict[str, Any]) -> str:
+    """Return the whole path of what a function of `os` is called on."""
+    if isinstance(subject, int):
+        path = Path(f"/proc/self/fd/{subject}").readlink()
+    else:
+        path = Path(os.fsdecode(subject))
+        if options.get("dir_fd") is not None:
+            path = Path(f"/proc/self/fd/{options['dir_fd']}").readlink() / path
+    return os.path.normpath(Path.cwd() / path)
 
 
 def _is_writing(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:

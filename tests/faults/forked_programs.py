@@ -23,15 +23,16 @@ def trail_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.trail")
 
 
-def run(program: Program, output: Path, *, recording: Path | None = None, **fault: Any) -> Fork:
+def run(
+    program: Program, output: Path, *, recording: Path | None = None, by: Mapping[str, str] | None = None, **fault: Any
+) -> Fork:
     """Train from the newest checkpoint, or from the start, to the end; return the process, which has ended.
-    `recording`: a file for what power cuts could have left, see `power_cut`. `fault`: options of
-    `faulty_calls.install`.
+    `recording`: a file for what power cuts could have left, see `power_cut`. `by`: another `function` than
+    `be_program`, and what it is given besides. `fault`: options of `faulty_calls.install`.
     """
     trail_of(output).unlink(missing_ok=True)
     fork = shared_commands().call(
-        "tests.faults.forked_programs:be_program",
-        output.with_name(f"{output.name}.out"),
+        log=output.with_name(f"{output.name}.out"),
         program=program.name,
         settings=json.dumps(dict(program.settings), default=str),
         until=str(program.until),
@@ -39,6 +40,7 @@ def run(program: Program, output: Path, *, recording: Path | None = None, **faul
         watched=str((output / program.watched).resolve()),
         fault=json.dumps(fault),
         recording=str(recording or ""),
+        **(by or {"function": "tests.faults.forked_programs:be_program"}),
     )
     fork.wait(RUN_TIMEOUT_S)
     return fork

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.faults.faulty_calls import path_of
+
 Survival = Literal["synced", "names", "contents", "torn"]
 """Of what was not flushed: nothing, all names, all contents, or any part of either."""
 SURVIVALS: tuple[Survival, ...] = ("synced", "names", "contents", "torn")
@@ -111,7 +113,7 @@ class _Recorder:
     def watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
         def call(*arguments: Any, **options: Any) -> Any:
-            path = _path_of(arguments[0], options)
+            path = path_of(arguments[0], options)
             if not (path == self._directory or path.startswith(f"{self._directory}/")):
                 return real(*arguments, **options)
             with self._lock:
@@ -198,12 +200,3 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
         return entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         return None
-
-
-def _path_of(subject: Any, options: dict[str, Any]) -> str:
-    if isinstance(subject, int):
-        return os.readlink(f"/proc/self/fd/{subject}")
-    path = Path(os.fsdecode(subject))
-    if options.get("dir_fd") is not None:
-        path = Path(os.readlink(f"/proc/self/fd/{options['dir_fd']}")) / path
-    return os.path.normpath(Path.cwd() / path)

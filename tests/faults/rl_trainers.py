@@ -6,11 +6,9 @@ from typing import Any
 
 import tomli_w
 
-from holdfast.run.run_dir import RunDir
-from tests.faults.faulty_calls import installing
-from tests.faults.orchestrators import run_orchestrator
+from tests.faults.orchestrators import run_undisturbed
 from tests.forking.commands import Run, shared_commands
-from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
+from tests.servers.orchestrator_fakes import FakeEngine, serving
 
 STEPS = 4
 
@@ -18,10 +16,8 @@ STEPS = 4
 def make_journal(folder: Path) -> Path:
     """Return batches 1 to 4 of a run in the new directory `folder`, made by the real orchestrator."""
     engine = FakeEngine()
-    folder.mkdir()
-    with serving(engine), FakeTrainer(RunDir(folder), start=0, max_steps=STEPS):
-        code = run_orchestrator(make_config(folder, engine, max_steps=STEPS))
-    assert code == 0, folder.with_suffix(".log").read_text()
+    with serving(engine):
+        run_undisturbed(folder, engine, STEPS)
     return folder / "rollouts"
 
 
@@ -35,13 +31,6 @@ class Trainers:
         """Return the configuration of a run that was started once and has all batches in its journal. `settings`: of
         the trainer.
         """
-        config = self.write_config(name, **settings)
-        run = _start(config, until="prepared").succeed()
-        shutil.copytree(self._journal, run.output / "rollouts", dirs_exist_ok=True)
-        return config
-
-    def write_config(self, name: str, **settings: Any) -> Path:
-        """Return the configuration of a run in the directory `name`, as it lies there."""
         config = {
             "output_dir": str(self._folder / name),
             "max_steps": STEPS,
@@ -49,22 +38,19 @@ class Trainers:
             "optim": {"lr": 1e-3},
             "parallel": {"threads": 1},
             "ckpt": {"interval": 1, "keep": 2, "resume_step": "auto"},
-            "journal": {"keep": 0},  # so that batches are removed, and the trainer is killed at that as well
+            "journal": {"keep": 0},
             **settings,
         }
         path = self._folder / f"{name}.toml"
         path.write_text(tomli_w.dumps(config))
+        run = _start(path, until="prepared").succeed()
+        shutil.copytree(self._journal, run.output / "rollouts", dirs_exist_ok=True)
         return path
 
 
-def run_trainer(config: Path, **fault: Any) -> Run:
-    """Run one to its end, in the directory that has the name of its configuration. `fault`: options of
-    `faulty_calls.install` in the trainer; the trail is the output with the suffix `.trail`.
-    """
-    output = config.with_suffix("")
-    trail = output.with_suffix(".trail")
-    trail.unlink(missing_ok=True)
-    return _start(config, trainer_fault=installing(output, trail, **fault)).wait()
+def run_trainer(config: Path) -> Run:
+    """Run one to its end, in the directory that has the name of its configuration."""
+    return _start(config).wait()
 
 
 def _start(config: Path, **options: Any) -> Run:

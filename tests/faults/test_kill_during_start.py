@@ -19,9 +19,8 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
-from tests.faults.faulty_calls import Call, install, read_trail
+from tests.faults.faulty_calls import deaths, in_faulty_child, read_trail
 from tests.faults.run_states import differing, whole_steps
-from tests.runs.processes import in_a_child
 from tests.unit.trainer.programs.in_process import end_state, train
 
 pytestmark = pytest.mark.clock
@@ -38,8 +37,6 @@ class Case:
 
     def prepare(self, output: Path, *, clean: bool = False, **fault: Any) -> int:
         """Prepare `output` in a process of its own; return the exit code, a signal as a negative number."""
-        trail = output.with_suffix(".trail")
-        trail.unlink(missing_ok=True)
         given = self.settings | {"output_dir": output, "max_steps": LAST, "ckpt": self.ckpt | {"interval": 2}}
         config = SftConfig.model_validate(given)
 
@@ -47,11 +44,10 @@ class Case:
             log = os.open(output.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            install(str(output), str(trail), **fault)
             attempt = prepare(config, clean=clean, dry_run=False)
             write_config(attempt, "sft", with_resume(config, attempt.resume_step), dry_run=False)
 
-        return os.waitstatus_to_exitcode(os.waitpid(in_a_child(start), 0)[1])
+        return in_faulty_child(start, output, **fault)
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +118,6 @@ def check_death(number: int, instant: str, case: Case, output: Path, expected: d
     assert differing(in_place(output), expected) == []
     whole_steps(output / "checkpoints")
     shutil.rmtree(output)
-
-
-def deaths(calls: list[Call]) -> list[tuple[int, str]]:
-    """Return every state of the directory once: before each call, and after the last one. The state after a call is the
-    state before the next, and `fsync` makes no new one.
-    """
-    before = [call for last, call in zip([None, *calls], calls, strict=False) if last is None or last.name != "fsync"]
-    return [*((call.number, "before") for call in before), (calls[-1].number, "after")]
 
 
 def test_killed_at_any_call_of_a_start_the_next_goes_on_bit_for_bit(case: Case, finished: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 steps of a run are lost, `test_kill_during_save` asks a whole run.
 """
 
-import os
 import shutil
 import signal
 from collections import Counter
@@ -15,9 +14,7 @@ from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import verify
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
-from tests.faults.faulty_calls import install, read_trail
-from tests.faults.test_kill_during_start import deaths
-from tests.runs.processes import in_a_child
+from tests.faults.faulty_calls import deaths, in_faulty_child, read_trail
 
 
 class Training:
@@ -45,15 +42,12 @@ class Training:
 
 def _save(training: Training, output: Path, *, save_async: bool, **fault: object) -> int:
     """Save step 2 in a process of its own; return its exit code, a signal as a negative number."""
-    trail = output.with_suffix(".trail")
-    trail.unlink(missing_ok=True)
 
     def save() -> None:
-        install(str(output), str(trail), **fault)  # type: ignore[arg-type]
         with training.checkpointer(output, save_async=save_async) as checkpointer:
             checkpointer.save(2)
 
-    return os.waitstatus_to_exitcode(os.waitpid(in_a_child(save), 0)[1])
+    return in_faulty_child(save, output, **fault)
 
 
 @pytest.mark.parametrize("save_async", [False, True])
@@ -78,8 +72,7 @@ def test_killed_at_any_call_of_a_save_the_old_step_or_the_new_one_is_whole(save_
     assert kinds["rename"] >= 2 and kinds["fsync"] and kinds["open"] and kinds["mkdir"] and kinds["unlink"], kinds
 
     left = Counter[int]()
-    instants = [*deaths(calls), *((call.number, "half way") for call in calls if call.name == "write")]
-    for place, (number, instant) in enumerate(instants):
+    for place, (number, instant) in enumerate(deaths(calls, halves=True)):
         output = tmp_path / f"death {place}"
         shutil.copytree(before, output)
         code = _save(training, output, save_async=save_async, kill_at=number, instant=instant)

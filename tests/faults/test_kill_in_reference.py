@@ -1,7 +1,6 @@
 """A `dpo` run that is killed while the reference is computed keeps what is computed, and ends with the same bits."""
 
 import itertools
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,9 +11,8 @@ import pytest
 
 from holdfast.run.run_dir import REFERENCE_NAME, RunDir
 from tests.conftest import ModelFactory
-from tests.faults.forked_programs import be_program
+from tests.faults.forked_programs import Program, be_program, run
 from tests.faults.run_states import differing
-from tests.forking.commands import RUN_TIMEOUT_S, shared_commands
 from tests.forking.server import Fork
 from tests.runs.training import PAIRS
 from tests.unit.trainer.programs.in_process import end_state
@@ -52,13 +50,8 @@ def test_a_run_killed_in_its_reference_ends_with_the_same_bits(tiny_model: Model
     }  # fmt: skip
 
     def start(output: Path, *, dies_in: int = 0) -> Fork:
-        fork = shared_commands().call(
-            "tests.faults.test_kill_in_reference:noting_blocks", output.with_suffix(".out"), dies_in=str(dies_in),
-            program="dpo", settings=json.dumps(settings), until=str(LAST), output=str(output), watched=str(output),
-            fault="{}", recording="",
-        )  # fmt: skip
-        fork.wait(RUN_TIMEOUT_S)
-        return fork
+        by = {"function": "tests.faults.test_kill_in_reference:noting_blocks", "dies_in": str(dies_in)}
+        return run(Program("dpo", settings, LAST), output, by=by)
 
     straight = start(tmp_path / "straight")
     table = RunDir(tmp_path / "straight").path / REFERENCE_NAME

@@ -3,7 +3,6 @@ answer over real HTTP and train, as functions of all before: a difference shows 
 """
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from holdfast.orchestrator.generation_log import decode_answer
 from holdfast.run.record_log import read_records
 from holdfast.run.run_dir import RunDir
-from tests.faults.faulty_calls import Call, Instant
+from tests.faults.faulty_calls import Call, Instant, deaths
 from tests.faults.orchestrators import journaled, run_orchestrator, run_undisturbed
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 
@@ -20,23 +19,10 @@ pytestmark = [pytest.mark.launch, pytest.mark.clock]
 _STEPS, _TIMELINE_CALLS = 2, 5
 
 
-def _instants(calls: list[Call]) -> Iterator[tuple[int, Instant]]:
-    """Every state of the directory once: before each call, half way of each write, and after the last call. The calls
-    come one after the other, so the state before a call is the state after the previous one. `fsync` makes no new
-    state. The timeline in `logs` is no part of the journal: the process dies at its first calls only.
-    """
-    last, timeline = "", 0
-    for call in calls:
-        if call.path.startswith("logs/"):
-            timeline += 1
-            if timeline > _TIMELINE_CALLS:
-                continue
-        if last != "fsync":
-            yield call.number, "before"
-        if call.name == "write":
-            yield call.number, "half way"
-        last = call.name
-    yield calls[-1].number, "after"
+def _instants(calls: list[Call]) -> list[tuple[int, Instant]]:
+    """The timeline in `logs` is no part of the journal: the process dies at its first calls only."""
+    skipped = [call for call in calls if call.path.startswith("logs/")][_TIMELINE_CALLS:]
+    return deaths([call for call in calls if call not in skipped], halves=True)
 
 
 def _logged_seeds(run_dir: RunDir) -> set[int]:
@@ -56,7 +42,7 @@ def test_whatever_call_it_dies_at_the_journal_comes_out_the_same(tmp_path: Path)
         names = {(call.name, call.path.split("/")[-1].split("-")[0]) for call in calls}
         assert {("rename", ".tmp"), ("write", "generations_2.log"), ("unlink", "generations_2.log")} <= names, names
 
-        died, instants = 0, list(_instants(calls))
+        died, instants = 0, _instants(calls)
         for number, instant in instants:
             run_dir = RunDir(tmp_path / f"killed_{number}_{instant.replace(' ', '_')}")
             run_dir.path.mkdir()

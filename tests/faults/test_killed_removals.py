@@ -34,9 +34,7 @@ from holdfast.run.manifest import MANIFEST_NAME
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 from tests.builders.checkpoint_files import write_checkpoint, write_weights
 from tests.conftest import ROOT
-from tests.faults.faulty_calls import install, read_trail
-from tests.faults.test_kill_during_start import deaths
-from tests.runs.processes import in_a_child
+from tests.faults.faulty_calls import deaths, in_faulty_child, read_trail
 
 SOURCE = ROOT / "src" / "holdfast"
 _REMOVING = frozenset(
@@ -362,14 +360,7 @@ def _copy(built: Path, case: Path, elsewhere: Path | None) -> None:
 
 
 def _act(drive: Drive, case: Path, elsewhere: Path | None, **fault: Any) -> int:
-    trail = case.with_suffix(".trail")
-    trail.unlink(missing_ok=True)
-
-    def act() -> None:
-        install(str(case), str(trail), linked=str(elsewhere or ""), **fault)
-        drive.act(case)
-
-    return os.waitstatus_to_exitcode(os.waitpid(in_a_child(act), 0)[1])
+    return in_faulty_child(lambda: drive.act(case), case, linked=str(elsewhere or ""), **fault)
 
 
 @pytest.fixture

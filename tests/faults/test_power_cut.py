@@ -4,6 +4,7 @@ next start goes on to the same end."""
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
 from tests.faults.forked_programs import Program, run
 from tests.faults.orchestrators import record_orchestrator, run_orchestrator
-from tests.faults.power_cut import SURVIVALS, Instant, Recording, Survival
+from tests.faults.power_cut import SURVIVALS, Recording, Survival
 from tests.faults.run_states import differing, lost_batches, whole_steps
 from tests.servers.orchestrator_fakes import FakeEngine, FakeTrainer, make_config, serving
 from tests.unit.trainer.programs.in_process import end_state
@@ -25,23 +26,24 @@ _MOST_CRASHES = 120
 STEPS = 3
 
 
-def _crashes(recording: Recording, generator: random.Random) -> list[tuple[Instant, Survival]]:
-    """Ways of losing what was not flushed, before calls, in the order of time; if they are many, some of them."""
+def _crashed(recorded_as: Path, folder: Path) -> Iterator[tuple[str, Survival, RunDir, bool]]:
+    """Give ways of losing what was not flushed, in the order of time; if they are many, some of them: which it is, the
+    run directory after it, and whether the run is to be started again, some times for every way.
+    """
+    recording, generator = Recording.load(recorded_as), random.Random(0)
     ways: tuple[Survival, ...] = (*SURVIVALS, "torn")
-    crashes: list[tuple[Instant, Survival]] = [
-        (instant, survival) for instant in recording.instants for survival in ways
-    ]
+    crashes = [(instant, survival) for instant in recording.instants for survival in ways]
     chosen = sorted(generator.sample(range(len(crashes)), min(_MOST_CRASHES, len(crashes))))
-    return [crashes[number] for number in chosen]
-
-
-def _again(crashes: list[tuple[Instant, Survival]], generator: random.Random) -> set[int]:
-    """Of which crashes the run is started again: some of every way of losing things."""
-    chosen: set[int] = set()
+    crashes = [crashes[number] for number in chosen]
+    again: set[int] = set()
     for wanted in SURVIVALS:
         numbers = [number for number, (_, survival) in enumerate(crashes) if survival == wanted]
-        chosen.update(generator.sample(numbers, _RESTARTS))
-    return chosen
+        again.update(generator.sample(numbers, _RESTARTS))
+    for number, (instant, survival) in enumerate(crashes):
+        run_dir = RunDir(folder / f"crash_{number}")
+        recording.crash(instant, survival, run_dir.path, generator)
+        yield f"before {instant.call}, {survival}, crash {number}", survival, run_dir, number in again
+        shutil.rmtree(run_dir.path)
 
 
 def _assert_whole(run_dir: RunDir, where: str) -> None:
@@ -70,23 +72,16 @@ def test_a_trainers_state_after_a_power_cut_ends_in_the_same_bits(tiny_model: Mo
     assert ended.code == 0, ended.log
     expected = end_state(RunDir(straight), last=STEPS)
 
-    recording, generator = Recording.load(recorded_as), random.Random(0)
-    crashes = _crashes(recording, generator)
-    again = _again(crashes, generator)
-    for number, (instant, survival) in enumerate(crashes):
-        where = f"before {instant.call}, {survival}, crash {number}"
-        run_dir = RunDir(tmp_path / f"crash_{number}")
-        recording.crash(instant, survival, run_dir.path, generator)
+    for where, _, run_dir, is_again in _crashed(recorded_as, tmp_path):
         _assert_whole(run_dir, where)
         assert not lost_batches(run_dir, STEPS), where  # `run` would make them again
         newest = max(run_dir.committed_steps(), default=0)
         lines = run_dir.metrics.read_bytes().splitlines()[:newest] if newest else []
         assert [json.loads(line)["step"] for line in lines] == [*range(1, newest + 1)], where
-        if number in again:
+        if is_again:
             again_ended = run(trainer, run_dir.path)
             assert again_ended.code == 0, f"{where}\n{again_ended.log}"
             assert differing(end_state(run_dir, last=STEPS), expected) == [], where
-        shutil.rmtree(run_dir.path)
 
 
 @pytest.mark.launch
@@ -106,22 +101,16 @@ def test_what_the_orchestrator_leaves_in_a_power_cut_is_whole_and_ends_in_the_sa
         straight = RunDir(tmp_path / "straight")
         straight.create()
         expected = make(straight, recorded_as)
-        recording, generator = Recording.load(recorded_as), random.Random(0)
-        crashes = _crashes(recording, generator)
-        again = _again(crashes, generator)
         safe: set[int] = set()
-        for number, (instant, survival) in enumerate(crashes):
-            run_dir = RunDir(tmp_path / f"crash_{number}")
-            recording.crash(instant, survival, run_dir.path, generator)
+        for where, survival, run_dir, is_again in _crashed(recorded_as, tmp_path):
             # Answers that were safe once stay so, in their log or in their batch.
             found = {step for step in range(1, steps + 1) if run_dir.weights_of(step).exists()}
             found.update(run_dir.published_batches())
-            assert safe <= found, f"before {instant.call}, {survival}: of batches {safe - found} nothing is left"
+            assert safe <= found, f"{where}: of batches {safe - found} nothing is left"
             if survival == "synced":
                 safe |= found
             # The stand-in for the trainer is in another process, which nobody recorded.
             shutil.rmtree(run_dir.weights, ignore_errors=True)
-            _assert_whole(run_dir, f"before {instant.call}, {survival}, crash {number}")
-            if number in again:
-                assert make(run_dir) == expected, f"{instant.call}, {survival}"
-            shutil.rmtree(run_dir.path)
+            _assert_whole(run_dir, where)
+            if is_again:
+                assert make(run_dir) == expected, where

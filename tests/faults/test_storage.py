@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from holdfast.errors import STORAGE_FAILED
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ModelFactory
-from tests.faults.disks import Disk
+from tests.faults.disks import Disk, SmallDisk
 from tests.faults.faulty_calls import Call, installing
 from tests.faults.held_steps import exists, held_after
 from tests.faults.orchestrators import journaled, run_orchestrator, run_undisturbed
@@ -52,30 +51,14 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@dataclass(frozen=True)
-class SmallDisk:
-    """A filesystem at `checkpoints/` on which a ballast leaves room for one save and not for two."""
-
-    disk: Disk
-    checkpoints: Path
-
-    @property
-    def ballast(self) -> Path:
-        return self.checkpoints / "ballast"
-
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.checkpoints).free
-
-
 @pytest.fixture
 def small(output: Path) -> Iterator[SmallDisk]:
-    place = output / "checkpoints"
-    ballast = f"head -c 5000000 /dev/zero > {place}/ballast"
-    size = 5_000_000 + ROOM_BYTES
-    with Disk(f"mount -t tmpfs -o size={size} tmpfs {place}\n{ballast}") as disk:
+    """Return a filesystem at `checkpoints/` on which a ballast leaves room for one save and not for two."""
+    with SmallDisk(output / "checkpoints", size_bytes=5_000_000 + ROOM_BYTES) as disk:
         if disk.problem:
             pytest.skip(f"no filesystem can be mounted here: {disk.problem}")
-        yield SmallDisk(disk, disk.view(place))
+        disk.ballast.write_bytes(bytes(5_000_000))
+        yield disk
 
 
 def failed_steps(log: str) -> list[int]:
@@ -112,22 +95,22 @@ def steps_without_ballast(checkpoints: Path) -> list[int]:
 def test_a_full_disk_ends_the_run_keeps_what_is_there_and_gives_the_space_back(
     start: Start, wanted: dict[str, Any], small: SmallDisk, output: Path, mode: str
 ) -> None:
-    first = start(output, "--max-steps", "3", "--ckpt.interval", "2", mode, fault=small.disk.fault).wait()
+    first = start(output, "--max-steps", "3", "--ckpt.interval", "2", mode, fault=small.fault).wait()
     # The final step of a run is saved as well, and does not fit: the space is that before the save.
     check_message(first, "No space left on device", step=3)
-    before = small.free_bytes()
-    assert steps_without_ballast(small.checkpoints) == [2]
+    before = shutil.disk_usage(small.path).free
+    assert steps_without_ballast(small.path) == [2]
 
-    full = start(output, "--ckpt.keep", "1", mode, fault=small.disk.fault).wait()
+    full = start(output, "--ckpt.keep", "1", mode, fault=small.fault).wait()
     check_message(full, f"No space left on device: {output}/checkpoints/.tmp-step_4/")
-    assert steps_without_ballast(small.checkpoints) == [2]
-    assert small.free_bytes() == before
+    assert steps_without_ballast(small.path) == [2]
+    assert shutil.disk_usage(small.path).free == before
     assert RunDir(output).published_weights() in ([], [3]) and len(read_metrics(output / "metrics.jsonl")) < LAST + 1
 
-    small.ballast.unlink()
-    resumed = start(output, mode, fault=small.disk.fault).wait()
+    small.release()
+    resumed = start(output, mode, fault=small.fault).wait()
     assert resumed.code == 0 and "from step 2 " in resumed.log, resumed.log
-    shutil.copytree(small.checkpoints, output / "checkpoints", dirs_exist_ok=True)
+    shutil.copytree(small.path, output / "checkpoints", dirs_exist_ok=True)
     assert differing(end_state(output), wanted) == []
 
 
@@ -136,19 +119,19 @@ def test_a_save_that_fails_stops_at_the_next_boundary(start: Start, small: Small
     flags = ("--max-steps", str(LONG), "--ckpt.interval", "20", "--ckpt.keep", "1")
     # It trains some steps meanwhile, but not all that are left, however long the save takes to fail.
     is_over = f"not {exists(output / 'checkpoints/.tmp-step_40')}"
-    full = start(output, *flags, fault=small.disk.fault, trainer_fault=held_after(45, until=is_over)).wait()
+    full = start(output, *flags, fault=small.fault, trainer_fault=held_after(45, until=is_over)).wait()
     check_message(full, "No space left on device", step=40)
     assert 40 <= read_metrics(output / "metrics.jsonl")[-1]["step"] < LONG
-    assert steps_without_ballast(small.checkpoints) == [20]
+    assert steps_without_ballast(small.path) == [20]
 
 
 def test_told_to_warn_it_says_every_failure_and_saves_with_room(start: Start, small: SmallDisk, output: Path) -> None:
     flags = ("--max-steps", str(LONG), "--ckpt.interval", "2", "--ckpt.keep", "1", "--ckpt.on-failure", "warn")
     has_room = output.with_name("has_room")
-    run = start(output, *flags, fault=small.disk.fault, trainer_fault=held_after(30, until=exists(has_room)))
+    run = start(output, *flags, fault=small.fault, trainer_fault=held_after(30, until=exists(has_room)))
     while not failed_steps(run.trainer_log):
         assert not run.has_ended, f"it ended before a save failed:\n{run.log}"
-    small.ballast.unlink()
+    small.release()
     has_room.touch()
     run.wait()
     log = run.log + run.trainer_log
@@ -157,15 +140,15 @@ def test_told_to_warn_it_says_every_failure_and_saves_with_room(start: Start, sm
     assert failed[0] == 4 and saved[0] == 2 and saved[-1] == LONG
     assert sorted({*failed, *saved}) == list(range(2, LONG + 1, 2)) and len(failed) + len(saved) == LONG // 2
     assert run.trainer_log.count("No space left on device") == len(failed)
-    assert steps_without_ballast(small.checkpoints) == [LONG]
+    assert steps_without_ballast(small.path) == [LONG]
     assert len(read_metrics(output / "metrics.jsonl")) == LONG
 
 
 def test_told_to_warn_a_final_save_that_fails_is_still_a_failure(start: Start, small: SmallDisk, output: Path) -> None:
     flags = ("--ckpt.keep", "1", "--ckpt.on-failure", "warn")
-    run = start(output, *flags, fault=small.disk.fault).wait()
+    run = start(output, *flags, fault=small.fault).wait()
     check_message(run, "No space left on device", step=LAST)
-    assert 4 in failed_steps(run.trainer_log) and steps_without_ballast(small.checkpoints) == [2]
+    assert 4 in failed_steps(run.trainer_log) and steps_without_ballast(small.path) == [2]
     assert read_metrics(output / "metrics.jsonl")[-1]["step"] == LAST
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,46 +13,30 @@ from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.run.journal import read_batch
 from holdfast.run.metrics import read_metrics
 from tests.conftest import ROOT
-from tests.faults.held_steps import at_start, exists, held_after
-from tests.integration.conftest import UsedServer
+from tests.faults.blows import Blow, deal
+from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete, succeeded
 
 pytestmark = pytest.mark.launch
 
 _STEPS = 2
-_HIT_STEPS = 10  # the reference goes on behind them
+_BLOWS = [
+    Blow(3, "worker", signal.SIGKILL, ""),
+    Blow(6, "orchestrator", signal.SIGKILL, "orchestrator was killed by signal 9"),
+]
 _VERIFIERS_PLAYER = ROOT / "src/holdfast/orchestrator/env/verifiers_player.py"
 _REASONS = ("environment_error", "crash", "timeout", "memory")
-
-
-def _trained_through_deaths(output_dir: Path, *flags: str) -> CompletedRun:
-    """Run while a worker dies, and the orchestrator with all of them a few steps later."""
-    dealt = output_dir.with_name("dealt")
-    held = at_start(held_after(7, until=exists(dealt)))  # the orchestrator has a batch to make
-    flags = (*flags, "--max-steps", str(_HIT_STEPS), "--ckpt.interval", "4")
-    with RlRun(output_dir, *flags, environment=held) as run:
-        run.wait_for_step(3)
-        run.find("holdfast.orchestrator.worker")[-1].kill()
-        run.wait_for_step(6)
-        (orchestrator,) = run.find("holdfast.orchestrator.main")
-        orchestrator.kill()
-        run.wait_for_output("orchestrator was killed by signal 9")
-        dealt.touch()
-        done = complete(run)
-    assert done.exit_code == 0 and not done.survivors, done.output
-    return done
-
-
-def _weights(run: CompletedRun) -> bytes:
-    return (run.run_dir.weights_of(_HIT_STEPS) / "model.safetensors").read_bytes()
 
 
 def test_a_harness_trains_through_deaths(rl_server: UsedServer, reference: CompletedRun, tmp_path: Path) -> None:
     """The weights are those of the environment whose sessions it plays, undisturbed."""
     mine = '[{"id": "tests.runs.harness_environments:ReversedOverHttp", "name": "reverse_text", "workers": 1}]'
-    done = _trained_through_deaths(tmp_path / "run", *rl_server.flags, "--orchestrator.environments", mine)
-    assert _weights(done) == _weights(reference)
+    flags = (*rl_server.flags, "--orchestrator.environments", mine)
+    done = deal(tmp_path / "run", _BLOWS, *flags)
+    assert done.exit_code == 0 and not done.survivors, done.output
+    weights = [run.run_dir.weights_of(REFERENCE_STEPS) / "model.safetensors" for run in (done, reference)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     assert read_metrics(done.run_dir.metrics)[-1]["reverse_text/requests/answered"] == 1.0
 
 

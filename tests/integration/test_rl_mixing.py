@@ -12,7 +12,7 @@ from holdfast.protocol.rollouts import Sampling
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run.journal import read_batch
 from holdfast.run.metrics import read_metrics
-from tests.faults.blows import killed_twice
+from tests.faults.blows import kill_both, killed_twice
 from tests.faults.held_steps import NEVER, at_start, held_after
 from tests.integration.conftest import UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
@@ -85,13 +85,7 @@ def test_a_run_with_every_part_that_dies_and_restarts_has_the_same_bits(rl_serve
     flags = (*flags, "--ckpt.keep", "1", "--ckpt.dir", f"file://{tmp_path}/store")
     held = at_start(held_after(_ALL_STEPS - 1, until=NEVER))
     with RlRun(tmp_path / "killed", *flags, environment=held) as run:
-        run.wait_for_step(2)
-        (orchestrator,) = run.find("holdfast.orchestrator.main")
-        orchestrator.kill()
-        run.wait_for_output("orchestrator was killed by signal 9: starting it again")
-        run.wait_for_step(4)
-        _, rank = run.find("holdfast.trainer.launch")
-        rank.kill()
+        kill_both(run, orchestrator=2, rank=4)
         run.wait_for_output("trainer ended with exit code 137: starting it again")
         run.wait_for_step(6)
         run.wait_for(RemoteCheckpoints(f"file://{tmp_path}/store").steps, "an upload")
