@@ -1,10 +1,8 @@
 """What the tests of `rl` share: an inference server of each kind, and the run that nothing disturbs."""
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -16,6 +14,7 @@ from tests.runs.processes import HANG_S
 from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, succeeded
 
 REFERENCE_STEPS = 20
+PROMPT = [5, 17, 40, 41, 9, 66]
 
 
 @pytest.fixture(scope="module", params=["stub", pytest.param("vllm", marks=pytest.mark.engine)])
@@ -24,48 +23,70 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return request.param
 
 
-@dataclass(frozen=True)
-class UsedServer:
-    """An inference server that `rl` finds at the address that `flags` name, and must leave running."""
+class Served:
+    """An inference server, and what tests ask of it. Used as a context manager, it has ended well behind that."""
 
-    handle: ServerHandle
+    def __init__(self, handle: ServerHandle) -> None:
+        self.handle = handle
+        self.http = httpx.Client(base_url=handle.url, timeout=HANG_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+        assert self.handle.terminate() == 0
+
+    def weights(self) -> dict[str, Any]:
+        """What the server says that it serves."""
+        return self.http.get("/weights").raise_for_status().json()
+
+    def update(self, path: Path, version: int, owner: dict[str, str] | None = None) -> httpx.Response:
+        """Give the server weights."""
+        return self.http.post("/update_weights", json={"path": str(path), "version": version, "owner": owner})
+
+    def ask(self, **fields: Any) -> httpx.Response:
+        """Ask for tokens."""
+        body = {"token_ids": PROMPT, "seeds": [1], "max_tokens": 20} | fields
+        return self.http.post("/inference/v1/generate", json=body)
+
+    def choices(self, **fields: Any) -> list[dict[str, Any]]:
+        response = self.ask(**fields)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"]
+
+    def metric(self, name: str) -> float:
+        line = next(line for line in self.http.get("/metrics").text.splitlines() if line.startswith(f"{name} "))
+        return float(line.split()[1])
+
+
+class UsedServer(Served):
+    """A server that `rl` finds at the address that `flags` name, and must leave running."""
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags of `rl` that point to this server, with a small batch."""
         return ("--inference.server.port", self.handle.url.rsplit(":", 1)[1], *SMALL_BATCH)
 
-    def weights(self) -> dict[str, Any]:
-        """What the server says that it serves."""
-        return httpx.get(f"{self.handle.url}/weights", timeout=HANG_S).raise_for_status().json()
-
-    def push(self, path: Path, *, version: int) -> None:
-        """Give the server weights, as an earlier run would have left them."""
-        body = {"path": str(path), "version": version}
-        httpx.post(f"{self.handle.url}/update_weights", json=body, timeout=HANG_S).raise_for_status()
-
     def generated_tokens(self) -> int:
         """How many tokens it has sampled since its start."""
-        metrics = httpx.get(f"{self.handle.url}/metrics", timeout=HANG_S).raise_for_status().text
-        match = re.search(r"^holdfast_generated_tokens_total (\S+)$", metrics, re.MULTILINE)
-        assert match, metrics
-        return int(float(match[1]))
+        return int(self.metric("holdfast_generated_tokens_total"))
 
 
 @pytest.fixture(scope="session")
 def rl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
     """The server that most runs use, one after the other: the stub engine."""
     handle = start_server("stub", _config(), tmp_path_factory.mktemp("rl_server") / "inference.log").wait_ready()
-    yield UsedServer(handle)
-    handle.terminate()
+    with UsedServer(handle) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
     """The same with vLLM."""
     handle = start_server("vllm", _config(), tmp_path_factory.mktemp("vllm_server") / "inference.log").wait_ready()
-    yield UsedServer(handle)
-    handle.terminate()
+    with UsedServer(handle) as server:
+        yield server
 
 
 def _config() -> InferenceConfig:
@@ -87,6 +108,6 @@ def foreign_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(rl_server: UsedServer, foreign_weights: Path, tmp_path_factory: pytest.TempPathFactory) -> CompletedRun:
     """The run of 20 steps that nothing disturbs; the server carried other weights, called version 0, before it."""
-    rl_server.push(foreign_weights, version=0)
+    rl_server.update(foreign_weights, version=0).raise_for_status()
     flags = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
     return succeeded(tmp_path_factory.mktemp("reference") / "run", *rl_server.flags, *flags)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.forking.engines import ServerHandle, config_of, start_server
+from tests.forking.engines import config_of, start_server
 from tests.forking.popen import Engine
+from tests.integration.conftest import PROMPT, Served
 from tests.models.families import FAMILIES
 from tests.models.families import write_model as write_family
 from tests.models.families_in_rl import TOKENIZER, TOKENIZER_FILES, for_engines
@@ -29,7 +30,6 @@ from tests.models.served import greedy_tokens, reference_logprobs, truncated_log
 from tests.runs.processes import HANG_S, wait_until
 
 MAX_LEN = 256
-PROMPT = [5, 17, 40, 41, 9, 66]
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
 
 
@@ -38,50 +38,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), seed=0, tied=True)
 
 
-def _start(
-    engine: Engine, model: Path, log_path: Path, *, server: Mapping[str, Any] | None = None, **settings: Any
-) -> ServerHandle:
-    config = config_of(model, max_len=MAX_LEN, server=server, **settings)
-    return start_server(engine, config, log_path).wait_ready()
+def _served(engine: Engine, model: Path, directory: Path, **settings: Any) -> Served:
+    config = config_of(model, max_len=MAX_LEN, **settings)
+    return Served(start_server(engine, config, directory / "inference.log").wait_ready())
 
 
 @pytest.fixture(scope="module")
-def http(engine: Engine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    server = _start(engine, model, tmp_path_factory.mktemp("log") / "inference.log")
-    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
-        yield client
-    assert server.terminate() == 0
-
-
-def _post(http: httpx.Client, **fields: Any) -> httpx.Response:
-    body = {"token_ids": PROMPT, "seeds": [1], "max_tokens": 20} | fields
-    return http.post("/inference/v1/generate", json=body)
-
-
-def _choices(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    response = _post(http, **fields)
-    assert response.status_code == 200, response.text
-    return response.json()["choices"]
-
-
-def _metric(http: httpx.Client, name: str) -> float:
-    line = next(line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{name} "))
-    return float(line.split()[1])
+def server(engine: Engine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with _served(engine, model, tmp_path_factory.mktemp("log")) as server:
+        yield server
 
 
 @pytest.mark.parametrize("cut", [{}, CUT], ids=str)
 def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
-    http: httpx.Client, engine: Engine, model: Path, tmp_path: Path, cut: dict[str, float]
+    server: Served, engine: Engine, model: Path, tmp_path: Path, cut: dict[str, float]
 ) -> None:
     seeds = [3, 1, 2**40, 7, 1]
-    alone = [_choices(http, seeds=[seed], **cut)[0] for seed in seeds]
+    alone = [server.choices(seeds=[seed], **cut)[0] for seed in seeds]
     assert len({tuple(choice["token_ids"]) for choice in alone}) == 4
     assert alone[1] == alone[4]
-    in_a_crowd = _in_a_crowd(http, seeds, **cut)
-    other = _start(engine, model, tmp_path / "inference.log")
-    with httpx.Client(base_url=other.url, timeout=HANG_S) as client:
-        restarted = _choices(client, seeds=seeds, **cut)
-    assert other.terminate() == 0
+    in_a_crowd = _in_a_crowd(server, seeds, **cut)
+    with _served(engine, model, tmp_path) as other:
+        restarted = other.choices(seeds=seeds, **cut)
     for choices in (in_a_crowd, restarted):
         assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4]
         for expected, choice in zip(alone, choices, strict=True):
@@ -89,11 +67,11 @@ def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
             assert choice["logprobs"] == expected["logprobs"]
 
 
-def _in_a_crowd(http: httpx.Client, seeds: list[int], **fields: Any) -> list[dict[str, Any]]:
+def _in_a_crowd(server: Served, seeds: list[int], **fields: Any) -> list[dict[str, Any]]:
     """Return the answers of these seeds among 48 others."""
 
     async def ask_all() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=http.base_url, timeout=HANG_S) as client:
+        async with httpx.AsyncClient(base_url=server.handle.url, timeout=HANG_S) as client:
             others = [{"token_ids": [9 + i, 20, 30], "seeds": [i, 100 + i], "max_tokens": 30} for i in range(24)]
             wanted = {"token_ids": PROMPT, "seeds": seeds, "max_tokens": 20} | fields
             bodies = [*others[:12], wanted, *others[12:]]
@@ -116,12 +94,10 @@ def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
     model = _write_experts(directory) if has_experts else write_model(directory, seed=0, tied=True, width=2304)
     config = config_of(model, max_len=MAX_LEN, **more)
     config.engine.threads = threads
-    server = start_server("vllm", config, tmp_path / "inference.log").wait_ready()
-    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
+    with Served(start_server("vllm", config, tmp_path / "inference.log").wait_ready()) as server:
         seeds = [3, 1, 2**40]
-        alone = [_choices(client, seeds=[seed])[0] for seed in seeds]
-        crowd = _in_a_crowd(client, seeds)
-    assert server.terminate() == 0
+        alone = [server.choices(seeds=[seed])[0] for seed in seeds]
+        crowd = _in_a_crowd(server, seeds)
     for expected, choice in zip(alone, crowd, strict=True):
         assert (choice["token_ids"], choice["logprobs"]) == (expected["token_ids"], expected["logprobs"])
 
@@ -164,17 +140,11 @@ def test_no_product_gets_one_row_in_compiled_engines_either() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_logprobs_are_of_the_tempered_distribution(http: httpx.Client, model: Path, temperature: float) -> None:
-    for choice in _choices(http, seeds=[1, 2], temperature=temperature):
-        expected = reference_logprobs(model, PROMPT, choice["token_ids"], temperature=temperature)
-        assert choice["logprobs"] == pytest.approx(expected, abs=1e-4)
-
-
-def test_logprobs_are_of_the_truncated_distribution(http: httpx.Client, model: Path) -> None:
+def test_logprobs_are_of_the_tempered_and_truncated_distribution(server: Served, model: Path) -> None:
     whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 128, "min_p": 0.0}
-    for cut in ({"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.2}, {"temperature": 0.7}, CUT):
-        for choice in _choices(http, seeds=[1, 2, 3], **cut):
+    tempered = ({"temperature": temperature} for temperature in (0.3, 0.7, 1.0, 2.0))
+    for cut in (*tempered, {"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.2}, CUT):
+        for choice in server.choices(seeds=[1, 2, 3], **cut):
             expected = truncated_logprobs(model, PROMPT, choice["token_ids"], **(whole | cut))  # type: ignore[arg-type]
             assert choice["logprobs"] == pytest.approx(expected, abs=1e-4), cut
 
@@ -183,10 +153,8 @@ def test_logprobs_are_of_the_truncated_distribution(http: httpx.Client, model: P
 @pytest.mark.parametrize("fp32_lm_head", [False, True])
 def test_a_float32_head_rounds_no_logit(model: Path, tmp_path: Path, fp32_lm_head: bool) -> None:
     """Differences of log-probabilities are those of logits: of bfloat16 ones, multiples of a power of two."""
-    server = _start("vllm", model, tmp_path / "inference.log", dtype="bfloat16", fp32_lm_head=fp32_lm_head)
-    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
-        choices = _choices(client, seeds=list(range(200)), max_tokens=1)
-    assert server.terminate() == 0
+    with _served("vllm", model, tmp_path, dtype="bfloat16", fp32_lm_head=fp32_lm_head) as server:
+        choices = server.choices(seeds=list(range(200)), max_tokens=1)
     found = {choice["token_ids"][0]: choice["logprobs"][0] for choice in choices}
     first, *others = found.values()
     assert len(others) >= 5
@@ -195,35 +163,35 @@ def test_a_float32_head_rounds_no_logit(model: Path, tmp_path: Path, fp32_lm_hea
     assert share < 0.2 if fp32_lm_head else share > 0.9
 
 
-def test_temperature_zero_takes_the_likeliest_token(http: httpx.Client, model: Path) -> None:
-    one, other = _choices(http, seeds=[1, 2], temperature=0, max_tokens=8)
+def test_temperature_zero_takes_the_likeliest_token(server: Served, model: Path) -> None:
+    one, other = server.choices(seeds=[1, 2], temperature=0, max_tokens=8)
     assert one["token_ids"] == other["token_ids"] == greedy_tokens(model, PROMPT, 8)
     assert one["logprobs"] == pytest.approx(reference_logprobs(model, PROMPT, one["token_ids"]), abs=1e-4)
 
 
-def test_stop_token_ends_a_choice_and_is_part_of_it(http: httpx.Client) -> None:
-    free = _choices(http, seeds=[4])[0]
+def test_stop_token_ends_a_choice_and_is_part_of_it(server: Served) -> None:
+    free = server.choices(seeds=[4])[0]
     stop = free["token_ids"][5]
     first = free["token_ids"].index(stop)
-    stopped = _choices(http, seeds=[4], stop_token_ids=[stop])[0]
+    stopped = server.choices(seeds=[4], stop_token_ids=[stop])[0]
     assert stopped["token_ids"] == free["token_ids"][: first + 1]
     assert stopped["logprobs"] == free["logprobs"][: first + 1]
     assert (free["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
-    digest = http.get("/weights").json()["digest"]
+    digest = server.weights()["digest"]
     assert stopped["versions"] == [{"version": 0, "digest": digest, "start": 0, "end": first + 1}]
 
 
-def test_logprobs_of_the_prompt_are_those_of_the_model(http: httpx.Client, model: Path) -> None:
+def test_logprobs_of_the_prompt_are_those_of_the_model(server: Served, model: Path) -> None:
     """Whatever is sampled behind it: at temperature 1, and of all tokens."""
     expected = reference_logprobs(model, PROMPT[:1], PROMPT[1:])
-    for choice in _choices(http, seeds=[1, 2], max_tokens=1, prompt_logprobs=True, **CUT):
+    for choice in server.choices(seeds=[1, 2], max_tokens=1, prompt_logprobs=True, **CUT):
         assert choice["prompt_logprobs"] == pytest.approx(expected, abs=1e-4)
-    assert _choices(http)[0]["prompt_logprobs"] is None
+    assert server.choices()[0]["prompt_logprobs"] is None
 
 
-def test_only_the_given_tokens_stop(http: httpx.Client) -> None:
+def test_only_the_given_tokens_stop(server: Served) -> None:
     eos = 3
-    choices = _choices(http, seeds=list(range(64)), temperature=2.0, max_tokens=60)
+    choices = server.choices(seeds=list(range(64)), temperature=2.0, max_tokens=60)
     assert any(eos in choice["token_ids"][:-1] for choice in choices)
     assert all(len(choice["token_ids"]) == 60 for choice in choices)
 
@@ -252,15 +220,15 @@ def test_only_the_given_tokens_stop(http: httpx.Client) -> None:
         ({"stop_token_ids": [500]}, "stop_token_ids holds 500"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused(http: httpx.Client, fields: dict[str, Any], reason: str) -> None:
-    response = _post(http, **fields)
+def test_a_request_that_cannot_be_served_is_refused(server: Served, fields: dict[str, Any], reason: str) -> None:
+    response = server.ask(**fields)
     assert response.status_code == 400
     assert reason in response.json()["error"]
     assert response.headers["x-policy-version"] == "0"
 
 
-def test_the_longest_possible_request_is_served_whole(http: httpx.Client) -> None:
-    choice = _choices(http, max_tokens=MAX_LEN - len(PROMPT))[0]
+def test_the_longest_possible_request_is_served_whole(server: Served) -> None:
+    choice = server.choices(max_tokens=MAX_LEN - len(PROMPT))[0]
     assert len(choice["token_ids"]) == len(choice["logprobs"]) == MAX_LEN - len(PROMPT)
 
 
@@ -269,13 +237,10 @@ def test_openai_routes_answer_with_the_version_a_name_and_tools(model: Path, tmp
     calls = shutil.copytree(model, tmp_path / "calls tools")
     template = (calls / "chat_template.jinja").read_text()
     (calls / "chat_template.jinja").write_text(template + "{% if tools %}<tool_call>{{ tools[0] }}{% endif %}")
-    server = _start("vllm", calls, tmp_path / "inference.log", server={"model_name": "mine"})
-    with httpx.Client(base_url=server.url, timeout=HANG_S) as http:
-        _check_openai_routes(http, "mine")
-        served = http.get("/weights").json()
-    assert served["model"] == str(calls), "runs go by the model itself"
-    assert f'ready: {server.url}/v1, model "mine", tools by hermes\n' in server.log()
-    assert server.terminate() == 0
+    with _served("vllm", calls, tmp_path, server={"model_name": "mine"}) as server:
+        _check_openai_routes(server.http, "mine")
+        assert server.weights()["model"] == str(calls), "runs go by the model itself"
+    assert f'ready: {server.handle.url}/v1, model "mine", tools by hermes\n' in server.handle.log()
 
 
 def _check_openai_routes(http: httpx.Client, name: str) -> None:
@@ -295,40 +260,40 @@ def _check_openai_routes(http: httpx.Client, name: str) -> None:
     assert http.post("/v1/completions", json=text | {"model": "another"}).status_code == 404
 
 
-def test_metrics_count_requests_tokens_and_busy_time(http: httpx.Client) -> None:
+def test_metrics_count_requests_tokens_and_busy_time(server: Served) -> None:
     names = ("generation_requests", "generated_tokens", "engine_busy_seconds", "engine_idle_seconds")
 
     def metrics() -> list[float]:
-        return [_metric(http, f"holdfast_{name}_total") for name in names]
+        return [server.metric(f"holdfast_{name}_total") for name in names]
 
     before = metrics()
     started = time.monotonic()
-    _choices(http, seeds=[1, 2, 3], max_tokens=50)
+    server.choices(seeds=[1, 2, 3], max_tokens=50)
     busy_s = time.monotonic() - started
     requests, tokens, busy, idle = (after - one for one, after in zip(before, metrics(), strict=True))
     assert (requests, tokens) == (1, 150)
     assert 0 < busy <= busy_s and idle > 0
 
 
-def test_a_client_that_goes_away_is_not_generated_for(http: httpx.Client) -> None:
+def test_a_client_that_goes_away_is_not_generated_for(server: Served) -> None:
     body = json.dumps({"token_ids": PROMPT, "seeds": list(range(32)), "max_tokens": 250}).encode()
     head = (
         "POST /inference/v1/generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
     name = "holdfast_generated_tokens_total"
-    before = _metric(http, name)
-    with socket.create_connection((http.base_url.host, http.base_url.port or 80)) as client:
+    before = server.metric(name)
+    with socket.create_connection((server.http.base_url.host, server.http.base_url.port or 80)) as client:
         client.sendall(head.encode() + body)
-        wait_until(lambda: _metric(http, name) > before, "its first token")
-    wait_until(lambda: not _metric(http, "holdfast_requests_in_flight"), "its end")
-    before = _metric(http, name)
-    _choices(http, max_tokens=100)
-    assert _metric(http, name) - before < 200
+        wait_until(lambda: server.metric(name) > before, "its first token")
+    wait_until(lambda: not server.metric("holdfast_requests_in_flight"), "its end")
+    before = server.metric(name)
+    server.choices(max_tokens=100)
+    assert server.metric(name) - before < 200
 
 
 def test_killing_the_server_leaves_no_orphan_and_frees_its_port(engine: Engine, model: Path, tmp_path: Path) -> None:
-    server = _start(engine, model, tmp_path / "inference.log")
+    server = _served(engine, model, tmp_path).handle
     children = psutil.Process(server.pid).children(recursive=True)
     assert bool(children) is (engine == "vllm")
     assert server.kill() == -signal.SIGKILL

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, command_line, wait_until
 
 pytestmark = pytest.mark.engine
+
+Ends = Callable[..., bool]
 
 REQUEST = {"token_ids": [5, 6, 7], "seeds": [1], "max_tokens": 4}
 
@@ -55,15 +58,6 @@ def _engine(server: ServerHandle) -> psutil.Process:
     return found
 
 
-def _assert_ends(process: psutil.Process) -> None:
-    """Fail unless `process` ends within seconds; orphans are reaped by init, so gone means gone."""
-    try:
-        process.wait(HANG_S)
-    except psutil.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"{process} outlived its server")
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -82,7 +76,7 @@ def test_unusable_engine_arguments_are_refused(model: Path, tmp_path: Path, args
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_sockets_do_not_outlive_a_server_however_it_ends(model: Path, tmp_path: Path, is_long: bool) -> None:
+def test_sockets_outlive_no_server_however_it_ends(model: Path, tmp_path: Path, is_long: bool, ends: Ends) -> None:
     """Those of a killed one are removed by whoever comes next; a path that is too long for a socket is not used."""
     with tempfile.TemporaryDirectory(prefix="t-") as made:
         home = Path(made) / ("long" * 16 if is_long else "short")
@@ -95,7 +89,7 @@ def test_sockets_do_not_outlive_a_server_however_it_ends(model: Path, tmp_path: 
         assert not scratch[0].exists() and scratch[1].is_dir()
         engine = _engine(servers[1])
         servers[1].kill()
-        _assert_ends(engine)
+        assert ends(engine.pid)
         remove_abandoned(scratch[1].parent)
         assert not scratch[1].exists()
         assert is_long or not [path for path in home.iterdir() if not path.name.startswith("torchinductor_")]
@@ -130,7 +124,7 @@ def test_weights_that_no_file_sets_end_the_server_with_their_name(tmp_path: Path
     assert "has 1 weights that are in no file, such as 'lm_head.weight'" in (engine_failure(server.log_path) or "")
 
 
-def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path, ends: Ends) -> None:
     events = tmp_path / "events.jsonl"
     server = _start(model, tmp_path, env={"HOLDFAST_EVENTS": str(events)}).wait_ready()
     phases = [line.split('"phase": "')[1].split('"')[0] for line in events.read_text().splitlines()]
@@ -145,19 +139,18 @@ def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path) -> None
         )
         busy.sendall(head.encode() + body)
         assert server.terminate() == 0
-    _assert_ends(engine)
+    assert ends(engine.pid)
     assert "Traceback" not in server.log()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_start_up_ends_the_server_cleanly(model: Path, tmp_path: Path, number: int) -> None:
+def test_a_signal_during_start_up_ends_the_server_cleanly(model: Path, tmp_path: Path, number: int, ends: Ends) -> None:
     server = _start(model, tmp_path)
     wait_until(lambda: "starting the engine" in server.log(), "the start of the engine")
     children = wait_until(lambda: psutil.Process(server.pid).children(recursive=True), "the engine")
     server.send_signal(number)
     assert server.wait() == 0
-    for child in children:
-        _assert_ends(child)
+    assert all(ends(child.pid) for child in children)
 
 
 _SLOW_TO_FORK = """
@@ -170,13 +163,12 @@ os.register_at_fork(after_in_child=wait_for_its_death)
 """
 
 
-def test_an_engine_that_was_just_forked_does_not_outlive_its_server(model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_was_just_forked_does_not_outlive_its_server(model: Path, tmp_path: Path, ends: Ends) -> None:
     """It could not yet ask the kernel to end it too, and would wait minutes for a server's answer."""
     server = _start(model, tmp_path, sabotage=_SLOW_TO_FORK)
     children = wait_until(lambda: psutil.Process(server.pid).children(recursive=True), "the engine")
     assert server.kill() == -signal.SIGKILL
-    for child in children:
-        _assert_ends(child)
+    assert all(ends(child.pid) for child in children)
 
 
 def test_a_model_that_cannot_be_read_is_the_fault_of_the_storage(model: Path, tmp_path: Path) -> None:
@@ -364,12 +356,11 @@ os.register_at_fork(after_in_child=lambda: os._exit(1))  # an engine that is for
 """
 
 
-def test_an_engine_that_is_spawned_as_on_gpus_ends_with_its_server(model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_is_spawned_as_on_gpus_ends_with_its_server(model: Path, tmp_path: Path, ends: Ends) -> None:
     server = _start(model, tmp_path, sabotage=_SPAWNS).wait_ready()
     children = [_engine(server), *psutil.Process(server.pid).children(recursive=True)]
     assert server.kill() == -signal.SIGKILL
-    for child in children:
-        _assert_ends(child)
+    assert all(ends(child.pid) for child in children)
 
 
 _TELLS_ARGUMENTS = """

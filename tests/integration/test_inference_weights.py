@@ -23,56 +23,45 @@ from holdfast.config.rl_trainer import WeightsConfig
 from holdfast.process.heartbeat import HEARTBEAT_ENV, Beat, read_beat
 from holdfast.protocol.inference import UpdateRequest
 from holdfast.protocol.transfer import Offer, Transfer
-from holdfast.run.manifest import Manifest, describe_files, write_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
 from holdfast.trainer.model import weight_offers
 from holdfast.trainer.model.safetensors_files import SafetensorsFile
 from holdfast.trainer.model.weight_offers import WeightOffers
-from tests.forking.engines import ServerHandle, config_of, start_server
+from tests.builders.checkpoint_files import commit, flip
+from tests.forking.engines import config_of, start_server
 from tests.forking.popen import Engine
+from tests.integration.conftest import PROMPT, Served
 from tests.models.served import reference_logprobs, write_model
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, wait_until
 
-PROMPT = [5, 17, 40, 41, 9, 66]
 TOLERANCE = 1e-4
 
 
-class Client:
-    """A server, its models a, b and c, and shorthands for its routes."""
+class Client(Served):
+    """A server, its models a, b and c, and a version that grows with each update."""
 
-    def __init__(self, engine: Engine, server: ServerHandle, models: Path) -> None:
+    def __init__(self, engine: Engine, models: Path, directory: Path, **model: Any) -> None:
+        config = config_of(models / "a", max_len=512, **model)
+        env = {HEARTBEAT_ENV: str(directory / "beat")}
+        super().__init__(start_server(engine, config, directory / "inference.log", env=env).wait_ready())
         self.engine = engine
-        self.server = server
         self.models = models
-        self.http = httpx.Client(base_url=server.url, timeout=HANG_S)
         self.version = 0
-        self.boot_id = self.http.get("/weights").json()["boot_id"]
+        self.boot_id = self.weights()["boot_id"]
 
     def push(self, path: Path) -> httpx.Response:
         self.version += 1
-        return self.http.post("/update_weights", json={"path": str(path), "version": self.version})
+        return self.update(path, self.version)
 
     def generate(self, prompt: list[int] = PROMPT, **fields: Any) -> list[dict[str, Any]]:
-        body = {"token_ids": prompt, "seeds": [1, 2, 3], "max_tokens": 12} | fields
-        response = self.http.post("/inference/v1/generate", json=body)
-        assert response.status_code == 200, response.text
-        return response.json()["choices"]
+        return self.choices(**({"token_ids": prompt, "seeds": [1, 2, 3], "max_tokens": 12} | fields))
 
-    def weights(self) -> dict[str, Any]:
-        return self.http.get("/weights").json()
-
-    def metric(self, name: str) -> float:
-        line = next(line for line in self.http.get("/metrics").text.splitlines() if line.startswith(f"{name} "))
-        return float(line.split()[1])
-
-
-def _start(engine: Engine, models: Path, directory: Path, **model: Any) -> ServerHandle:
-    config = config_of(models / "a", max_len=512, **model)
-    server = start_server(engine, config, directory / "inference.log", env={HEARTBEAT_ENV: str(directory / "beat")})
-    server.wait_ready()
-    return server
+    def served(self, version: int | None, digest: str | None) -> dict[str, Any]:
+        """What it is to say that it serves."""
+        other = {"model": str(self.models / "a"), "owner": None, "uid": os.getuid(), "num_workers": 1}
+        return {"version": version, "digest": digest, "boot_id": self.boot_id, **other}
 
 
 def _wait_for_beat(path: Path, doing: str) -> Beat:
@@ -88,11 +77,8 @@ def client(
     models = tmp_path_factory.mktemp(f"models-{request.param}")
     for seed, name in enumerate("abc"):
         write_model(models / name, seed=seed, tied=request.param == "tied")
-    server = _start(engine, models, models)
-    client = Client(engine, server, models)
-    yield client
-    client.http.close()
-    assert server.terminate() == 0
+    with Client(engine, models, models) as client:
+        yield client
 
 
 def _assert_logprobs(model: Path, choices: list[dict[str, Any]], prompt: list[int] = PROMPT) -> None:
@@ -110,15 +96,7 @@ def test_logprobs_follow_every_update(client: Client) -> None:
         digest = weights_digest(client.models / name)
         assert response.json()["version"] == client.version
         assert response.json()["digest"] == digest
-        served = {
-            "version": client.version,
-            "digest": digest,
-            "model": str(client.models / "a"),
-            "owner": None,
-            "uid": os.getuid(),
-            "num_workers": 1,
-        }
-        assert client.weights() == served | {"boot_id": client.boot_id}
+        assert client.weights() == client.served(client.version, digest)
         choices = client.generate()
         _assert_logprobs(client.models / name, choices)
         for choice in choices:
@@ -144,15 +122,10 @@ def test_a_short_prompt_is_computed_once_for_all_its_answers(tmp_path: Path) -> 
     config = config_of(tmp_path / "a", max_len=512)
     config.engine.args = {"disable_log_stats": False}
     prompt = [3 + i * 11 % 100 for i in range(70)]
-    server = start_server("vllm", config, tmp_path / "inference.log")
-    try:
-        server.wait_ready()
-        client = Client("vllm", server, tmp_path)
-        _assert_logprobs(tmp_path / "a", client.generate(prompt), prompt)
-        lines = client.http.get("/metrics").text.splitlines()
-        client.http.close()
-    finally:
-        assert server.terminate() == 0
+    with Served(start_server("vllm", config, tmp_path / "inference.log").wait_ready()) as server:
+        choices = server.choices(token_ids=prompt, seeds=[1, 2, 3], max_tokens=12)
+        lines = server.http.get("/metrics").text.splitlines()
+    _assert_logprobs(tmp_path / "a", choices, prompt)
     (hits,) = (line for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))
     assert float(hits.split()[-1]) == 2 * 64, "the second and the third answer take two blocks from the first"
 
@@ -172,22 +145,14 @@ def _truncate(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def _add_manifest(directory: Path, version: int = 1000) -> None:
-    manifest = Manifest(kind="weights", step=version, policy_version=version, files=describe_files(directory))
-    write_manifest(directory, manifest)
-
-
 def _flip_after_manifest(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    _add_manifest(directory)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    commit(directory, "weights", 1000)
+    flip(directory / "model.safetensors")
 
 
 def _remove_after_manifest(directory: Path) -> None:
     shutil.copy(directory / "model.safetensors", directory / "other.safetensors")
-    _add_manifest(directory)
+    commit(directory, "weights", 1000)
     (directory / "model.safetensors").unlink()
 
 
@@ -206,7 +171,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "infinity": (_edit(lambda t: t[NORM][3].fill_(float("inf"))), "NaN or infinity"),
     "manifest: checksum": (_flip_after_manifest, "is damaged: checksum"),
     "manifest: file missing": (_remove_after_manifest, "names, is missing"),
-    "manifest: version": (lambda d: _add_manifest(d, 999_999), "holds policy version 999999"),
+    "manifest: version": (lambda d: commit(d, "weights", 999_999), "holds policy version 999999"),
     "manifest: torn": (lambda d: (d / "manifest.json").write_text("{"), "manifest.json is damaged"),
 }
 
@@ -218,7 +183,7 @@ def test_bad_directory_is_refused_and_changes_nothing(client: Client, damage: st
     shutil.copytree(client.models / "c", directory)
     apply, reason = DAMAGES[damage]
     apply(directory)
-    response = client.http.post("/update_weights", json={"path": str(directory), "version": 1000})
+    response = client.update(directory, 1000)
     assert response.status_code == 409
     assert str(directory) in response.json()["error"]
     if client.engine == "vllm":
@@ -233,7 +198,7 @@ def test_weights_that_cannot_be_read_change_nothing_and_are_told_apart(client: C
     directory = tmp_path / "weights"
     shutil.copytree(client.models / "c", directory)
     (directory / "manifest.json").symlink_to("/proc/self/mem")
-    response = client.http.post("/update_weights", json={"path": str(directory), "version": 1000})
+    response = client.update(directory, 1000)
     assert (response.status_code, response.json()["code"]) == (507, "unreadable")
     assert "Input/output error" in response.json()["error"]
     assert client.weights() == weights
@@ -246,7 +211,7 @@ def test_good_manifest_and_repeated_output_layer_are_accepted(client: Client, tm
     tensors = load_file(directory / "model.safetensors")
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    _add_manifest(directory, client.version + 1)
+    commit(directory, "weights", client.version + 1)
     assert client.push(directory).status_code == 200
     _assert_logprobs(client.models / "b", client.generate())
 
@@ -302,18 +267,9 @@ def test_an_update_to_the_same_weights_changes_no_token(client: Client) -> None:
 def test_without_weights_the_server_is_healthy_and_waits(engine: Engine, tmp_path: Path) -> None:
     write_model(tmp_path / "a", seed=0, tied=True, weights=False)
     write_model(tmp_path / "b", seed=1, tied=True)
-    client = Client(engine, _start(engine, tmp_path, tmp_path, load="dummy"), tmp_path)
-    try:
+    with Client(engine, tmp_path, tmp_path, load="dummy") as client:
         assert client.http.get("/health").json()["weights"] is None
-        served = {
-            "version": None,
-            "digest": None,
-            "model": str(tmp_path / "a"),
-            "owner": None,
-            "uid": os.getuid(),
-            "num_workers": 1,
-        }
-        assert client.weights() == served | {"boot_id": client.boot_id}
+        assert client.weights() == client.served(None, None)
         for path, body in (
             ("/inference/v1/generate", {"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
             ("/v1/completions", {"prompt": "abc"}),
@@ -327,9 +283,6 @@ def test_without_weights_the_server_is_healthy_and_waits(engine: Engine, tmp_pat
         assert client.push(tmp_path / "b").json()["digest"] == weights_digest(tmp_path / "b")
         assert client.http.get("/health").json()["weights"] == client.version
         _assert_logprobs(tmp_path / "b", client.generate())
-    finally:
-        client.http.close()
-        assert client.server.terminate() == 0
 
 
 def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Path) -> None:
@@ -338,7 +291,7 @@ def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Pat
     slow = tmp_path / "slow"
     shutil.copytree(client.models / "b", slow)
     version = client.version + 1
-    write_manifest(slow, Manifest(kind="weights", step=version, policy_version=version, files=describe_files(slow)))
+    commit(slow, "weights", version)
     is_wanted = threading.Event()
     before = signal.signal(signal.SIGIO, lambda *_: is_wanted.set())
     try:
@@ -441,7 +394,7 @@ def test_a_torn_model_never_samples_and_the_next_update_mends_it(client: Client,
         seconds, frozen = time.monotonic() - begin, client.metric("holdfast_generated_tokens_total")
         served, health = client.weights(), client.http.get("/health")
         refused = [
-            client.http.post("/inference/v1/generate", json={"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
+            client.ask(max_tokens=1),
             client.http.post("/v1/completions", json={"prompt": "abc"}),
         ]
         sampled = client.metric("holdfast_generated_tokens_total")

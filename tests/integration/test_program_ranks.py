@@ -62,6 +62,7 @@ def runs(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         add_three(case, case)
     add_three("dropout", "sft", dropout=True)
     add_three("slices", "sft", parallel=DIVISIONS["slices"])
+    add("rl in slices", "rl", parallel=DIVISIONS["slices"], until=STEPS)
     for name, parallel in DIVISIONS.items():
         add(f"shards and {name}", "sft", parallel=parallel, until=STEPS, resume=HALF, after="sft, parts")
     on_two_ranks(directory, made)
@@ -89,10 +90,10 @@ def test_two_ranks_train_what_one_does(name: str, runs: Path, programs: Programs
     same_metrics(RunDir(runs / f"{name}, whole"), one, relative=1e-3)
 
 
-@pytest.mark.parametrize("name", [*(f"shards and {name}" for name in DIVISIONS), "slices, whole"])
+@pytest.mark.parametrize("name", [*(f"shards and {name}" for name in DIVISIONS), "slices, whole", "rl in slices"])
 def test_however_ranks_are_divided_they_go_on_as_shards_would(name: str, runs: Path) -> None:
     """From a checkpoint of shards; offloaded ranks with the bits of others."""
-    shards, other = RunDir(runs / "sft, whole"), RunDir(runs / name)
+    shards, other = RunDir(runs / ("rl, whole" if name.startswith("rl") else "sft, whole")), RunDir(runs / name)
     same_metrics(other, shards, relative=1e-6 if "slices" not in name else 1e-4)
     if "offloaded" in name:
         assert differing(end_state(other, last=STEPS), end_state(shards, last=STEPS)) == []

@@ -1,7 +1,10 @@
-"""Distillation from a real server: what the teacher says, that a kill changes nothing, and that the student learns."""
+"""Distillation from a real server: what the teacher says, that a kill changes nothing, and that the student learns; and
+learning from a reward model.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -9,7 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.protocol.rollouts import Rollout
 from holdfast.run.journal import read_batch
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
 from tests.faults.blows import killed_twice
+from tests.forking.commands import shared_commands
 from tests.forking.engines import config_of, start_server
 from tests.integration.conftest import UsedServer
 from tests.runs.ports import free_port
@@ -26,9 +32,8 @@ _STUDENT = ("--trainer.model.init", "random", "--trainer.optim.lr", "1e-3", "--m
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UsedServer]:
     handle = start_server("stub", config_of(MODEL, max_len=80), tmp_path_factory.mktemp("teacher") / "inference.log")
-    handle.wait_ready()
-    yield UsedServer(handle)
-    handle.terminate()
+    with UsedServer(handle.wait_ready()) as server:
+        yield server
 
 
 def _flags(teacher: UsedServer, mode: str) -> tuple[str, ...]:
@@ -79,3 +84,25 @@ def test_a_hard_distillation_needs_no_server_of_the_policy(teacher: UsedServer, 
     assert teacher.weights() == served
     losses = [line["loss"] for line in exact_metrics(run.run_dir, range(1, _STEPS + 1))]
     assert losses[-1] < losses[0] - 0.3
+
+
+_LEARNING_STEPS = 30
+_PPO = "configs/reverse_text/algorithms/ppo.toml"
+
+
+def test_a_policy_learns_from_a_reward_model_that_pairs_taught(rl_server: UsedServer, tmp_path: Path) -> None:
+    """The environment's own reward is shown and not trained on; it rises since the pairs prefer what it pays for."""
+    # With as many threads as cores, two runs side by side take ten times as long: the threads wait spinning.
+    argv = ["@", "configs/reverse_text/reward_model.toml", "--output-dir", str(tmp_path / "judge")]
+    shared_commands().start("reward-model", tmp_path / "judge", [*argv, "--parallel.threads", "1"]).succeed()
+    (version,) = RunDir(tmp_path / "judge").published_weights()
+    judge = str(RunDir(tmp_path / "judge").weights_of(version))
+    parts = ("--trainer.reward-model.name", judge, "--trainer.critic.name", judge)
+    run = succeeded(
+        tmp_path / "run", "@", _PPO, *rl_server.flags, "--max-steps", str(_LEARNING_STEPS), "--ckpt", *parts
+    )
+    lines = read_metrics(run.run_dir.metrics)
+    assert len(lines) == _LEARNING_STEPS
+    scores = [line["reward_model/mean"] for line in lines]
+    rules = [line["reward/mean"] for line in lines]
+    assert mean(scores[-5:]) > mean(scores[:5]) and mean(rules[-5:]) > mean(rules[:5])

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
 from holdfast.protocol.inference import MAX_TOKENS, PARITY_PROMPT_NAME
 from holdfast.protocol.rollouts import Sampling
+from holdfast.run.checkpoints import Kind, kind_of
 from holdfast.run.journal import read_batch
 from holdfast.run.manifest import verify
 from holdfast.run.metrics import read_metrics
@@ -55,7 +56,6 @@ class SynchronousRuns:
     """
 
     run_dir: RunDir
-    served: dict[str, Any]  # what the server reported after the first run
     kept: dict[str, list[int]]  # the steps of checkpoints, batches and weights after the first run
     straight: Outcome  # what the first run amounts to
     batches: dict[int, tuple[int, int]]  # the files of its journal
@@ -73,7 +73,6 @@ def synchronous(rl_server: UsedServer, tmp_path_factory: pytest.TempPathFactory)
     run_dir = succeeded(directory, *flags).run_dir
     return SynchronousRuns(
         run_dir=run_dir,
-        served=rl_server.weights(),
         kept={
             "checkpoints": run_dir.committed_steps(),
             "batches": run_dir.published_batches(),
@@ -98,12 +97,6 @@ def test_a_running_server_is_used_told_the_version_and_kept(reference: Completed
     # The engine computed what the trainer computes before any rollout was asked for; it was asked once.
     assert (reference.run_dir.logs(1) / "orchestrator.log").read_text().count("the parity prompt differs by") == 1
     assert not _with_parity_prompt(reference.run_dir), "that of version 0 went with it"
-
-
-def test_after_a_run_the_server_reports_the_last_version_that_was_needed(synchronous: SynchronousRuns) -> None:
-    last = read_batch(synchronous.run_dir, 9)
-    assert last.policy_version == 8
-    assert synchronous.served["version"] == 8
 
 
 def test_trainer_and_server_agree_on_every_fresh_rollout(synchronous: SynchronousRuns) -> None:
@@ -190,12 +183,28 @@ def test_truncated_sampling_is_trained_as_it_was_sampled(rl_server: UsedServer, 
     assert {rollout.sampling for rollout in read_batch(run_dir, 3).rollouts} == {Sampling(0.7, 0.9, 40, 0.005)}
 
 
-def test_sessions_may_be_as_short_as_the_parity_prompt(tmp_path: Path) -> None:
+LORA = ("--trainer.model.lora.rank", "2", "--trainer.model.lora.alpha", "8")
+
+
+def test_rl_sends_adapters_to_the_engine_which_computes_as_the_trainer(rl_server: UsedServer, tmp_path: Path) -> None:
+    flags = (*rl_server.flags, *LORA, "--trainer.optim.lr", "5e-3", "--async-level", "0", "--ckpt.interval", "2")
+    run_dir = succeeded(tmp_path / "run", *flags, "--max-steps", "6").run_dir
+    for version in run_dir.published_weights():
+        directory = run_dir.weights_of(version)
+        assert kind_of(directory) is (Kind.WEIGHTS if version == 6 else Kind.ADAPTER)
+    # Of a fresh batch, the ratio shows whether the engine computes what the trainer computes.
+    lines = read_metrics(run_dir.metrics)
+    for line in lines:
+        assert 0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
+    base, trained = (load_file(place / "model.safetensors") for place in (MODEL, run_dir.weights_of(6)))
+    changes = [float((base[name] - trained[name]).abs().max()) for name in base]
+    assert max(changes) > 1e-2, "an adapter that does not matter would show nothing"
+
+
+def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
     """An engine that takes `MAX_TOKENS` in all is asked for fewer of them, and one to sample."""
+    lengths = ("--inference.model.max-len", str(MAX_TOKENS), "--orchestrator.seq-len", str(MAX_TOKENS))
     handle = start_server("stub", config_of(MODEL, max_len=MAX_TOKENS), tmp_path / "inference.log").wait_ready()
-    try:
-        lengths = ("--inference.model.max-len", str(MAX_TOKENS), "--orchestrator.seq-len", str(MAX_TOKENS))
-        run = succeeded(tmp_path / "run", *UsedServer(handle).flags, *lengths, "--max-steps", "1")
-    finally:
-        handle.terminate()
-    assert "the parity prompt differs by" in (run.run_dir.logs(1) / "orchestrator.log").read_text()
+    with UsedServer(handle) as server:
+        run = succeeded(tmp_path / "run", *server.flags, *lengths, "--max-steps", "1")
+    assert "canary differs by" in (run.run_dir.logs(1) / "orchestrator.log").read_text()

@@ -13,6 +13,7 @@ from holdfast.run.metrics import read_metrics
 from holdfast.trainer.mesh import Mesh
 from tests.conftest import ModelFactory
 from tests.forking.engines import config_of, start_server
+from tests.integration.conftest import UsedServer
 from tests.models.families_in_rl import Refused, measure, names, read_results
 from tests.runs.ports import free_port
 from tests.runs.rl import CompletedRun, RlRun, succeeded
@@ -67,15 +68,9 @@ def test_rl_trains_a_mixture_of_experts(tiny_model: ModelFactory, tmp_path: Path
 
 def _trained(model: Path, output_dir: Path) -> CompletedRun:
     """Train on what vLLM samples, which is forked: `rl` finds it at its port."""
-    config = config_of(model)
-    server = start_server("vllm", config, output_dir.with_name(f"{output_dir.name}_inference.log"))
-    try:
-        server.wait_ready()
-        flags = ("--max-steps", "3", "--ckpt", "--orchestrator.problems-per-step", "4")
-        port = ("--inference.server.port", str(config.server.port))
-        return succeeded(output_dir, "--model.name", str(model), *flags, *port)
-    finally:
-        server.kill()
+    log = output_dir.with_name(f"{output_dir.name}_inference.log")
+    with UsedServer(start_server("vllm", config_of(model), log).wait_ready()) as server:
+        return succeeded(output_dir, "--model.name", str(model), "--max-steps", "3", "--ckpt", *server.flags)
 
 
 def test_rl_ends_at_once_where_the_engine_cannot_run_the_model(tiny_model: ModelFactory, tmp_path: Path) -> None:
