@@ -59,16 +59,8 @@ def _model(
     name: str, change: Callable[[Path], object], *said: str, program: str = "sft", in_trainer: bool = False
 ) -> Case:
     """A copy of a good model in which something is changed."""
-    data = ("--data.name", "{rows}") if program == "sft" else ()
-    return Case(
-        name,
-        program,
-        ("--model.name", "{here}/mine", *data),
-        ("/mine", *said),
-        change,
-        has_model=True,
-        in_trainer=in_trainer,
-    )
+    words = ("--model.name", "{here}/mine", *(("--data.name", "{rows}") if program == "sft" else ()))
+    return Case(name, program, words, ("/mine", *said), change, has_model=True, in_trainer=in_trainer)
 
 
 def _environment(name: str, source: str, *said: str) -> Case:
