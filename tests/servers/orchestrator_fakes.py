@@ -24,9 +24,10 @@ from fastapi.responses import JSONResponse
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.orchestrator.main import orchestrate
 from holdfast.protocol.rollouts import Batch, Rollout, encode_packed
-from holdfast.run import atomic, journal, manifest
+from holdfast.run import atomic, journal
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
+from tests.builders.checkpoint_files import commit
 from tests.runs.processes import HANG_S, command_line
 from tests.servers.quick_server import served
 
@@ -193,6 +194,11 @@ class FakeEngine:
 
         return app
 
+    @property
+    def asked(self) -> list[tuple[tuple[int, ...], int]]:
+        """Every prompt with a seed that it was asked to sample."""
+        return [(tuple(body["token_ids"]), seed) for body in self.requests for seed in body["seeds"]]
+
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self.digest is not None and self.version is not None
         version = self.version + self.lie_about_rollouts
@@ -230,9 +236,7 @@ def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:
     temporary.mkdir(parents=True)
     (temporary / "model.safetensors").write_bytes(content)
     (temporary / "config.json").write_text("{}")
-    files = manifest.describe_files(temporary)
-    listing = manifest.Manifest(kind="weights", step=version, policy_version=version, files=files)
-    manifest.write_manifest(temporary, listing)
+    commit(temporary, "weights", version)
     if final.exists():
         atomic.remove_directory(final)
     atomic.publish_directory(temporary, final)
@@ -280,10 +284,7 @@ def commit_checkpoint(run_dir: RunDir, step: int) -> None:
     state = (run_dir.batch(step) / journal.STATE_NAME).read_bytes()
     (directory / "orchestrator" / journal.STATE_NAME).write_bytes(state)
     (directory / "weights").write_bytes((run_dir.weights_of(step) / "model.safetensors").read_bytes())
-    listing = manifest.Manifest(
-        kind="checkpoint", step=step, policy_version=step, files=manifest.describe_files(directory)
-    )
-    manifest.write_manifest(directory, listing)
+    commit(directory, "checkpoint", step)
 
 
 def make_config(output_dir: Path, *engines: FakeEngine, **changes: Any) -> OrchestratorConfig:
@@ -320,6 +321,18 @@ def rollouts_of(
     return read_rollouts(RunDir(directory), range(1, max_steps + 1))
 
 
+def resumed_of(
+    directory: Path, engine: FakeEngine, *, at: int, stopped: int, max_steps: int = 8, **changes: Any
+) -> list[tuple[int, list[Rollout]]]:
+    """Return the same of a run that made batches up to `stopped`, and goes on from the checkpoint of step `at`."""
+    rollouts_of(directory, engine, max_steps=stopped, **changes)
+    commit_checkpoint(RunDir(directory), at)
+    engine.requests.clear()
+    with serving(engine):
+        run(make_config(directory, engine, max_steps=max_steps, ckpt={"resume_step": at}, **changes), start=at)
+    return read_rollouts(RunDir(directory), range(1, max_steps + 1))
+
+
 def cancel_at(number: int, engine: FakeEngine, begin: Callable[[], Coroutine[Any, Any, object]]) -> None:
     """Begin something, and cancel it in the middle of request `number` of an engine."""
 
@@ -345,8 +358,7 @@ def played(directory: Path, section: dict[str, Any], *, max_steps: int, **change
     engine = FakeEngine()
     with serving(engine):
         batches = run(make_config(directory / "run", engine, environments=[section], max_steps=max_steps, **changes))
-    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
-    assert len(asked) == len(set(asked)), "nothing is sampled twice"
+    assert len(engine.asked) == len(set(engine.asked)), "nothing is sampled twice"
     living = psutil.Process().children(recursive=True)
     assert not [one for one in living if "holdfast.orchestrator.worker" in "".join(command_line(one))]
     return batches

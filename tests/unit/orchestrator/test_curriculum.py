@@ -16,7 +16,7 @@ from holdfast.protocol.rollouts import Dropped, Rewards, StepRewards, TokenIds
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
 from tests.builders.sampled_rollouts import sampled_rollout
-from tests.servers.orchestrator_fakes import FakeEngine, commit_checkpoint, make_config, read_rollouts, run, serving
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, resumed_of, run, serving
 
 GRADED = "tests.runs.environments:Graded"
 LEVELS = [{"modulus": 1}, {"modulus": 2}, {"modulus": 3}]
@@ -153,11 +153,8 @@ def test_levels_are_the_same_in_workers_in_little_room_and_resumed(tmp_path: Pat
             config.client.max_concurrency = room
             run(config)
             outcomes[name] = read_rollouts(RunDir(tmp_path / name), range(1, 9)), states_of(tmp_path / name)
-        again = tmp_path / "again"
-        run(make_config(again, engine, environments=sections(), **common | {"max_steps": 3}))
-        commit_checkpoint(RunDir(again), 3)
-        run(make_config(again, engine, environments=sections(), ckpt={"resume_step": 3}, **common), start=3)
-        outcomes["again"] = read_rollouts(RunDir(again), range(1, 9)), states_of(again)
+    again = resumed_of(tmp_path / "again", engine, at=3, stopped=3, environments=sections(), **common)
+    outcomes["again"] = again, states_of(tmp_path / "again")
     for name in ("workers", "narrow", "again"):
         assert outcomes[name] == outcomes["here"], name
     batches = [journal.read_batch(RunDir(tmp_path / "here"), step) for step in range(1, 9)]

@@ -14,11 +14,9 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from holdfast import Judge, JudgeConfig, Judgement
-from holdfast.config.evaluation import EvaluateConfig
 from holdfast.errors import RunDirError
 from holdfast.orchestrator.client.http import Unavailable
 from holdfast.orchestrator.env.judge import JudgeFailure
-from holdfast.orchestrator.evaluation import main
 from holdfast.orchestrator.judge_client import JudgeClient, JudgeDenied, ReplyLog, ask_once, judging, new_client
 from holdfast.protocol.inference import ChatReply
 from holdfast.protocol.rollouts import Batch
@@ -26,7 +24,8 @@ from holdfast.run import record_log
 from holdfast.run.run_dir import RunDir
 from tests.runs.processes import HANG_S
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
-from tests.servers.orchestrator_fakes import MODEL, FakeEngine, played, serving
+from tests.servers.orchestrator_fakes import played, serving
+from tests.unit.orchestrator.evaluation.test_evaluator import config_of, engine_with_weights, evaluated
 
 KEY = "sk-very-secret"
 
@@ -370,13 +369,9 @@ def test_an_evaluation_that_is_made_again_asks_nobody_again(tmp_path: Path, fake
     section = {"id": "jsonl", "args": {"path": str(tmp_path / "q.jsonl"), "scorer": "judge", "judge": judge}}
 
     def evaluate() -> list[float]:
-        engine = FakeEngine(version=0, digest="weights")
-        settings = {"output_dir": tmp_path / "eval", "model": {"name": MODEL}, "seq_len": 128}
-        config = EvaluateConfig.model_validate({**settings, "environments": [section], "sampling": {"max_tokens": 24}})
-        config.inference.model.name = MODEL
+        engine = engine_with_weights()
         with serving(engine):
-            config.inference.server.port = int(engine.url.rsplit(":", 1)[1])
-            asyncio.run(main.run(config))
+            evaluated(config_of(tmp_path / "eval", engine, environments=[section], num_tasks=3, samples_per_task=1))
         lines = (tmp_path / "eval" / "rollouts.jsonl").read_text().splitlines()
         return [json.loads(line)["reward"] for line in sorted(lines)]
 

@@ -11,10 +11,10 @@ from holdfast.config import RlConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl import hand_down_shared
 from holdfast.errors import EnvironmentFailure
-from holdfast.orchestrator.batch_maker import count, select
+from holdfast.orchestrator.batch_maker import select
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.episodes import Outcome
-from holdfast.orchestrator.state import OrchestratorState
+from holdfast.orchestrator.state import read_state
 from holdfast.protocol.rollouts import Batch, Dropped, Rewards, Rollout, Signal, StepRewards, TokenIds, has_signal
 from holdfast.run import journal
 from holdfast.run.journal import Accepted, Counts
@@ -114,6 +114,8 @@ def test_groups_without_signal_are_replaced_in_rounds_of_what_is_missing(tmp_pat
     accepted = totals(RunDir(tmp_path))
     assert accepted.problems == 36 and accepted.dropped["zero_signal"].problems == 24
     assert accepted.batched.rollouts == sum(len(batch.rollouts) for batch in batches) == 12 * STEPS
+    state = read_state(RunDir(tmp_path).batch(STEPS) / journal.STATE_NAME, step=STEPS)
+    assert state.sampled_tokens == sum(one.loss_mask.num_sampled for batch in batches for one in batch.rollouts)
     metrics = batches[0].metrics
     names = ("groups/drawn", "groups/dropped/zero_signal", "groups/dropped/timeout")
     assert [metrics[name] for name in names] == [9, 6, 0]
@@ -250,12 +252,3 @@ def test_groups_with_signal_come_first_and_the_earliest_others_fill_the_batch() 
     assert chosen(2) == ([1, 5], [0, 3, 4], [zero_signal(0), failed(2), zero_signal(3), zero_signal(4)])
     assert chosen(3) == ([0, 1, 5], [3, 4], [failed(2), zero_signal(3), zero_signal(4)])
     assert chosen(6) == ([0, 1, 3, 4, 5], [], [failed(2)])
-
-
-def test_counters_hold_what_was_drawn_and_what_of_that_was_dropped() -> None:
-    state = OrchestratorState(step=3, problems=10, rollouts=20, tokens=60, sampled_tokens=40)
-    state.dropped["zero_signal"] = Counts(1, 2, 7)
-    count(state, 4, select([group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), failed(2)], num_groups=1, signal="sum"))
-    assert state.step == 4
-    assert (state.problems, state.rollouts, state.tokens, state.sampled_tokens) == (13, 26, 77, 44)
-    assert state.dropped == {"zero_signal": Counts(2, 4, 13), "environment_error": Counts(1, 2, 5)}

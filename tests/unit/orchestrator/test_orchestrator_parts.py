@@ -43,6 +43,7 @@ from holdfast.run import atomic, journal, manifest
 from holdfast.run.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import weights_digest
+from tests.builders.checkpoint_files import commit
 from tests.builders.sampled_rollouts import sampled_rollout
 from tests.runs.processes import HANG_S
 from tests.servers.orchestrator_fakes import (
@@ -95,42 +96,26 @@ def test_request_seeds_differ_in_every_part() -> None:
     assert seeds.isdisjoint({task.number, other.number, task.shared("epoch", 0)})
 
 
-async def generate(client: InferenceClient, weights: PublishedWeights) -> list[Completion]:
-    asked: dict[str, Any] = {"token_ids": [1, 5, 3, 2], "seeds": [8, 9], "max_tokens": 4, "stop_token_ids": [3]}
-    return list(await client.generate(GenerateRequest(**asked, weights_digest=weights.digest)))
-
-
-def run_client(config: ClientConfig, run_dir: RunDir) -> tuple[list[Completion], float]:
-    async def use() -> tuple[list[Completion], float]:
-        async with InferenceClient(config, run_dir=run_dir) as client:
-            weights = describe_weights(run_dir, 0)
-            pusher = WeightPusher(client, run_dir, timeout_s=HANG_S, seq_len=64)
-            await pusher.serve(weights, check=lambda: None)
-            return await generate(client, weights), client.busy_s
-
-    return asyncio.run(use())
-
-
 def test_the_client_returns_choices_in_the_order_of_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, run_dir = FakeEngine(token="secret"), RunDir(tmp_path)
     publish_weights(run_dir, 0, b"zero")
     monkeypatch.setenv("HOLDFAST_ADMIN_TOKEN", "secret")
+    asked: dict[str, Any] = {"token_ids": [1, 5, 3, 2], "seeds": [8, 9], "max_tokens": 4, "stop_token_ids": [3]}
+
+    async def use() -> tuple[list[Completion], float]:
+        async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
+            weights = describe_weights(run_dir, 0)
+            pusher = WeightPusher(client, run_dir, timeout_s=HANG_S, seq_len=64)
+            await pusher.serve(weights, check=lambda: None)
+            return list(await client.generate(GenerateRequest(**asked, weights_digest=weights.digest))), client.busy_s
+
     with serving(engine):
-        choices, busy_s = run_client(make_config(tmp_path, engine).client, run_dir)
+        choices, busy_s = asyncio.run(use())
     assert engine.digest == weights_digest(run_dir.weights_of(0)) == describe_weights(run_dir, 0).digest
     answers = {choice["index"]: choice["token_ids"] for choice in engine._answer(engine.requests[0])["choices"]}
     assert [choice.token_ids.tolist() for choice in choices] == [answers[0], answers[1]]
     assert all((choice.finish_reason == "stop") == (choice.token_ids[-1] == STOP_TOKEN) for choice in choices)
     assert busy_s > 0
-
-
-def test_weights_that_serve_already_are_not_pushed_again(tmp_path: Path) -> None:
-    engine, run_dir = FakeEngine(), RunDir(tmp_path)
-    publish_weights(run_dir, 0, b"zero")
-    with serving(engine):
-        for _ in range(2):
-            run_client(make_config(tmp_path, engine).client, run_dir)
-    assert engine.pushed == [0]
 
 
 async def _wait(config: ClientConfig, *, seq_len: int = 1024) -> None:
@@ -172,8 +157,7 @@ def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_pa
     assert weights.was_replaced()
     weights.path.mkdir()
     (weights.path / "config.json").write_text("{}")
-    files = manifest.describe_files(weights.path)
-    manifest.write_manifest(weights.path, Manifest(kind="weights", step=0, policy_version=0, files=files))
+    commit(weights.path, "weights", 0)
     with pytest.raises(CheckpointError, match=r"step_0 lists no \*\.safetensors file in its manifest"):
         describe_weights(run_dir, 0)
 

@@ -38,6 +38,7 @@ from tests.servers.orchestrator_fakes import (
     make_config,
     publish_weights,
     read_rollouts,
+    resumed_of,
     rollouts_of,
     run,
     run_until,
@@ -123,14 +124,9 @@ def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path
 
 
 def test_batches_after_the_checkpoint_are_not_made_again(tmp_path: Path, engine: FakeEngine) -> None:
-    straight, resumed = rollouts_of(tmp_path / "straight", engine, max_steps=8), RunDir(tmp_path / "resumed")
-    rollouts_of(resumed.path, engine, max_steps=5)
-    commit_checkpoint(resumed, 3)
-    engine.requests.clear()
-    with serving(engine):
-        run(make_config(resumed.path, engine, ckpt={"resume_step": 3}), start=3)
+    straight = rollouts_of(tmp_path / "straight", engine, max_steps=8)
+    assert resumed_of(tmp_path / "resumed", engine, at=3, stopped=5) == straight
     assert len(engine.requests) == 3 * 3
-    assert read_rollouts(resumed, range(1, 9)) == straight
 
 
 def test_batches_of_an_environment_that_asks_a_clock_are_others_each_time(tmp_path: Path, engine: FakeEngine) -> None:
@@ -398,7 +394,7 @@ def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, mo
         section = {"urls": [teacher.url], "model": "the/teacher", "mode": "logprobs", "max_concurrency": 1}
         straight = configured(tmp_path / "straight", model, engine, teacher=section)
         run(straight)
-        num_asked = sum(len(request["seeds"]) for request in engine.requests)
+        num_asked = len(engine.asked)
         num_judged = len(teacher.requests)
         engine.requests.clear(), teacher.requests.clear()
         killed = configured(tmp_path / "killed", model, engine, teacher=section)
@@ -410,8 +406,7 @@ def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, mo
     assert num_judged == sum(len(rollout.branch_starts) for rollout in rollouts) > len(rollouts)
     # What was in flight comes again, and nothing else: at most one judgement, and turns of a batch in progress.
     assert 0 <= len(teacher.requests) - num_judged <= 1
-    asked = [(tuple(one["token_ids"]), seed) for one in engine.requests for seed in one["seeds"]]
-    assert len(set(asked)) == num_asked and len(asked) - num_asked <= PROBLEMS * GROUP
+    assert len(set(engine.asked)) == num_asked and len(engine.asked) - num_asked <= PROBLEMS * GROUP
     for rollout in rollouts:
         assert rollout.reference_logprobs is not None
         for branch in rollout.branches:

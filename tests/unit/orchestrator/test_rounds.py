@@ -26,15 +26,16 @@ from tests.servers.orchestrator_fakes import (
     FakeEngine,
     commit_checkpoint,
     make_config,
-    played,
     publish_weights,
     read_rollouts,
+    resumed_of,
     rollouts_of,
     run,
     run_until,
     serving,
 )
 from tests.unit.orchestrator.test_dynamic_sampling import checked_batches
+from tests.unit.orchestrator.test_workers import run as faulty_run
 
 TWO_TURNS = "tests.runs.environments:TwoTurns"
 ROUNDS: dict[str, Any] = {"schedule": "rounds", "async_level": 2, "round_tokens": 4}
@@ -177,21 +178,12 @@ def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batc
     assert read_rollouts(RunDir(tmp_path / "killed"), range(1, 7)) == straight
     most_in_flight = 3 * 3 * 4
     assert {one.level for _, rollouts in straight for one in rollouts} == {None, 0, 1}
-    assert _asked(engine) - most_in_flight <= _asked(undisturbed)
-
-
-def _asked(engine: FakeEngine) -> int:
-    return sum(len(request["seeds"]) for request in engine.requests)
+    assert len(engine.asked) - most_in_flight <= len(undisturbed.asked)
 
 
 def test_a_run_that_resumes_from_a_checkpoint_makes_the_same_batches(tmp_path: Path) -> None:
     straight = _in_rounds(tmp_path / "straight", FakeEngine(), max_steps=8)
-    engine, resumed = FakeEngine(), RunDir(tmp_path / "resumed")
-    _in_rounds(resumed.path, engine, max_steps=4)
-    commit_checkpoint(resumed, 4)
-    with serving(engine):
-        run(make_config(resumed.path, engine, ckpt={"resume_step": 4}, **ROUNDS), start=4)
-    assert read_rollouts(resumed, range(1, 9)) == straight
+    assert resumed_of(tmp_path / "resumed", FakeEngine(), at=4, stopped=4, **ROUNDS) == straight
 
 
 def test_the_ledger_closes_with_what_is_open(tmp_path: Path) -> None:
@@ -207,10 +199,7 @@ def test_the_ledger_closes_with_what_is_open(tmp_path: Path) -> None:
 
 
 def _faulty(directory: Path, faults: dict[str, str], **settings: Any) -> list[tuple[list[Rollout], list[Any]]]:
-    directory.mkdir()
-    args = {"faults": faults, "marks": str(directory)}
-    section = {"id": "tests.runs.faulty_environment:Faulty", "name": "mine", "args": args, **settings}
-    return [(batch.rollouts, batch.dropped) for batch in played(directory, section, max_steps=4, **ROUNDS)]
+    return [(batch.rollouts, batch.dropped) for batch in faulty_run(directory, faults, schedule=ROUNDS, **settings)]
 
 
 @pytest.mark.launch
@@ -229,12 +218,8 @@ def test_a_group_that_has_ended_its_worker_is_not_played_again_by_a_resumed_run(
     common: dict[str, Any] = {"async_level": 3, "problems_per_step": 2, "environments": [section]}
     straight = _in_rounds(tmp_path / "straight", FakeEngine(), **common)
     assert [one.reason for one in journal.read_batch(RunDir(tmp_path / "straight"), 4).dropped] == ["crash"]
-    engine, resumed = FakeEngine(), RunDir(tmp_path / "resumed")
-    _in_rounds(resumed.path, engine, max_steps=3, **common)
-    commit_checkpoint(resumed, 3)
-    with serving(engine):
-        run(make_config(resumed.path, engine, max_steps=6, ckpt={"resume_step": 3}, **(ROUNDS | common)), start=3)
-    assert read_rollouts(resumed, range(1, 7)) == straight
+    resumed: dict[str, Any] = {"at": 3, "stopped": 3, "max_steps": 6, **ROUNDS, **common}
+    assert resumed_of(tmp_path / "resumed", FakeEngine(), **resumed) == straight
     for step in range(1, 7):
         states = [(run_dir / f"rollouts/step_{step}/orchestrator.json").read_bytes() for run_dir in tmp_path.iterdir()]
         assert states[0] == states[1]

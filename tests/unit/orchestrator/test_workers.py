@@ -28,12 +28,14 @@ STEPS = 4
 DROPS = {"on_error": "drop", "timeout_s": 3.0}
 
 
-def run(directory: Path, faults: dict[str, str] | None = None, *, load: str = "", **settings: Any) -> list[Batch]:
+def run(
+    directory: Path, faults: dict[str, str] | None = None, *, load: str = "", schedule: Any = None, **settings: Any
+) -> list[Batch]:
     """Return the batches of a run of four steps of three problems each."""
     args = {"faults": faults or {}, "marks": str(directory), "load": load}
     directory.mkdir(exist_ok=True)
     section = {"id": "tests.runs.faulty_environment:Faulty", "name": "mine", "args": args, **settings}
-    return played(directory, section, max_steps=STEPS)
+    return played(directory, section, max_steps=STEPS, **(schedule or {}))
 
 
 def attempts_at(directory: Path, task: int | str) -> int:

@@ -21,12 +21,11 @@ from holdfast.errors import ConfigError, DataError, InferenceError
 from holdfast.orchestrator.client import pool
 from holdfast.orchestrator.client.http import _RETRY_FAILING_S, Unavailable, load_vocab_size
 from holdfast.orchestrator.client.pool import FIRST_BACKOFF_S
-from holdfast.orchestrator.main import orchestrate
 from holdfast.protocol.rollouts import fault_of_logprobs, vocab_size_in
-from holdfast.run import journal
 from holdfast.run.record_log import RecordLog, read_records
 from holdfast.run.run_dir import RunDir
-from tests.servers.orchestrator_fakes import MODEL, STOP_TOKEN, FakeEngine, FakeTrainer, make_config, serving
+from tests.servers.orchestrator_fakes import MODEL, STOP_TOKEN, FakeEngine, make_config, serving
+from tests.servers.orchestrator_fakes import run as orchestrated
 
 VOCAB_SIZE = json.loads((Path(MODEL) / "config.json").read_text())["vocab_size"]
 Alter = Callable[[dict[str, Any]], None]
@@ -96,16 +95,13 @@ _OTHER_REASON = {"stop": "length", "length": "stop"}
 )
 def test_what_cannot_have_been_sampled_is_refused_and_not_kept(tmp_path: Path, alter: Alter, said: str) -> None:
     engine, run_dir = FakeEngine(alter=alter), RunDir(tmp_path)
-    with serving(engine):
-        config = make_config(tmp_path, engine, max_steps=1)
-        with FakeTrainer(run_dir, start=0, max_steps=1), pytest.raises(InferenceError, match=said):
-            asyncio.run(orchestrate(config))
+    with serving(engine), pytest.raises(InferenceError, match=said):
+        orchestrated(make_config(tmp_path, engine, max_steps=1))
     assert run_dir.published_batches() == []
     assert len(read_records(run_dir.generations(1))[0]) <= 1, "the header alone"
     engine.alter = None
-    with serving(engine), FakeTrainer(run_dir, start=0, max_steps=1):
-        asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
-    assert run_dir.published_batches() == [1], "with a sound engine the run goes on"
+    with serving(engine):
+        assert len(orchestrated(make_config(tmp_path, engine, max_steps=1))) == 1, "with a sound engine the run goes on"
 
 
 def spoil(answer: dict[str, Any], how: str) -> None:
@@ -126,11 +122,11 @@ def spoil(answer: dict[str, Any], how: str) -> None:
 def test_what_was_logged_wrong_is_asked_again(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     run_dir = RunDir(tmp_path)
     engine = FakeEngine(intercept=lambda count: Response(status_code=400) if count == 3 else None)
-    with serving(engine), FakeTrainer(run_dir, start=0, max_steps=1):
+    with serving(engine):
         client = {"max_concurrency": 4}  # one group at a time
         config = make_config(tmp_path, engine, max_steps=1, client=client)
         with pytest.raises(InferenceError, match="answered 400"):
-            asyncio.run(orchestrate(config))
+            orchestrated(config)
         payloads, _ = read_records(run_dir.generations(1))
         assert len(payloads) == 3, "a header and two answers, before the third request failed"
         answer = msgspec.msgpack.decode(payloads[1])
@@ -140,11 +136,10 @@ def test_what_was_logged_wrong_is_asked_again(tmp_path: Path, how: str, caplog: 
             log.append(payload)
         log.close(wait=True)
         engine.intercept = None
-        asyncio.run(orchestrate(config))
+        (batch,) = orchestrated(config)
     assert "1 of 2 answers cannot be right and are asked for again; the first: " in caplog.text
     assert len(engine.requests) == 2 + 2, "the answer that was wrong and the one that failed"
-    ids = [token for rollout in journal.read_batch(run_dir, 1).rollouts for token in rollout.token_ids]
-    assert max(ids) < VOCAB_SIZE
+    assert max(token for rollout in batch.rollouts for token in rollout.token_ids) < VOCAB_SIZE
 
 
 def test_the_size_of_the_vocabulary_comes_from_the_model(tmp_path: Path) -> None:
@@ -172,9 +167,9 @@ Intercept = Callable[[int], Response | None]
 def run(directory: Path, intercept: Intercept, *, ready_timeout_s: float = 60) -> FakeEngine:
     """Make one batch of one group with an engine of which `intercept` answers some requests, and return the engine."""
     engine = FakeEngine(intercept=intercept)
-    with serving(engine), FakeTrainer(RunDir(directory), start=0, max_steps=1):
+    with serving(engine):
         client = {"ready_timeout_s": ready_timeout_s}
-        asyncio.run(orchestrate(make_config(directory, engine, max_steps=1, problems_per_step=1, client=client)))
+        orchestrated(make_config(directory, engine, max_steps=1, problems_per_step=1, client=client))
     assert RunDir(directory).published_batches() == [1]
     return engine
 

@@ -82,11 +82,6 @@ def evaluated(config: EvaluateConfig) -> Summary:
     return summary_in(config.output_dir)
 
 
-def asked(engine: FakeEngine) -> list[tuple[tuple[int, ...], int]]:
-    """Every prompt with a seed that the engine was asked to sample."""
-    return [(tuple(body["token_ids"]), seed) for body in engine.requests for seed in body["seeds"]]
-
-
 def engine_with_weights(digest: str = "weights") -> FakeEngine:
     return FakeEngine(version=0, digest=digest)
 
@@ -97,7 +92,7 @@ def test_every_rollout_is_kept_and_counted(tmp_path: Path) -> None:
         config = config_of(tmp_path, engine)
         summary = evaluated(config)
         again = evaluated(config)
-    assert len(asked(engine)) == len(set(asked(engine))) == 6 * 4 * 2 + 6 * 4, "what is done is not asked again"
+    assert len(engine.asked) == len(set(engine.asked)) == 6 * 4 * 2 + 6 * 4, "what is done is not asked again"
     assert again == summary
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_bytes().splitlines()]
     keys = [(line["environment"], line["task"], line.get("sample", 0)) for line in lines]
@@ -135,9 +130,9 @@ def test_an_evaluation_that_was_cut_off_goes_on_and_asks_nothing_twice(tmp_path:
             read_evaluation(directory)
         found = evaluated(config)
     assert found == expected
-    again = asked(engine)
+    again = engine.asked
     # The answer in flight was not kept: nobody had seen it.
-    assert set(again) == set(asked(straight)) and len(again) - len(set(again)) <= 8
+    assert set(again) == set(straight.asked) and len(again) - len(set(again)) <= 8
     assert lines.read_bytes().startswith(whole)
 
 
@@ -149,7 +144,7 @@ def test_of_damage_the_task_alone_is_played_again(tmp_path: Path, caplog: pytest
         path = tmp_path / "rollouts.jsonl"
         whole = path.read_bytes()
         lines = whole.splitlines(keepends=True)
-        number = len(asked(engine))
+        number = len(engine.asked)
         reward = re.compile(rb'"reward":([0-9])')
         for damaged in (
             reward.sub(b'"reward":9', lines[5], count=1),  # one flipped bit of 1.0
@@ -170,8 +165,8 @@ def test_of_damage_the_task_alone_is_played_again(tmp_path: Path, caplog: pytest
             assert "line 6, is damaged: " in caplog.text and "its task is played again" in caplog.text
             assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
             lines = path.read_bytes().splitlines(keepends=True)
-            assert number < len(asked(engine)) <= number + 8, "one task of four samples and two turns"
-            number = len(asked(engine))
+            assert number < len(engine.asked) <= number + 8, "one task of four samples and two turns"
+            number = len(engine.asked)
         path.write_bytes(b"".join([*lines[:4], *lines[:4]]))
         with pytest.raises(DataError, match=r"line 5: sample 0 of task \d+ of '.*' is not what follows there"):
             asyncio.run(main.run(config))
