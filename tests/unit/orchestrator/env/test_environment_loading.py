@@ -261,7 +261,7 @@ GENERATED = "examples.environments.generated:ReasoningGym"
 
 
 def scores(environment: Environment, task: Task, *answers: str) -> list[Score]:
-    sessions: Any = [SimpleNamespace(completion=answer) for answer in answers]
+    sessions: Any = [SimpleNamespace(completion=answer, texts=[answer]) for answer in answers]
     return asyncio.run(environment.score(task, sessions))
 
 

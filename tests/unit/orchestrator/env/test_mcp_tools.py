@@ -29,7 +29,7 @@ from tests.builders.scripted_sessions import scripted_session
 from tests.conftest import ROOT
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S, command_line
-from tests.unit.orchestrator.env.test_environment_tools import called, tokenizer_of
+from tests.unit.orchestrator.env.test_environment_tools import answers, called, tokenizer_of
 
 NO_TOOLS = "from mcp.server.mcpserver import MCPServer\nMCPServer('empty').run('stdio')\n"
 STDIO = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "mcp_server.py")]}
@@ -84,12 +84,6 @@ async def play(
         # Without their loop, processes that are about to end would be said to be left, in whichever test comes next.
         await asyncio.gather(*mcp._LIVING, return_exceptions=True)
     return sessions
-
-
-def answers(session: Session) -> list[str]:
-    tokenizer = tokenizer_of("hermes")
-    text = tokenizer.decode(session.token_ids, skip_special_tokens=False)
-    return [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
 
 
 @pytest.mark.launch
@@ -164,7 +158,7 @@ def test_a_server_that_a_signal_stops_at_its_start_is_no_failure() -> None:
 
 @pytest.mark.launch
 def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> None:
-    paged = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "paged_mcp_server.py")]}
+    paged = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "light_mcp_server.py"), "paged"]}
     said = [call("structured"), call("silent"), call("refused"), call("echo", text="3", number=3), "done"]
     [session] = asyncio.run(play(settings_of(paged), said))
     assert answers(session) == [
