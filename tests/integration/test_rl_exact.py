@@ -201,10 +201,10 @@ def test_rl_sends_adapters_to_the_engine_which_computes_as_the_trainer(rl_server
     assert max(changes) > 1e-2, "an adapter that does not matter would show nothing"
 
 
-def test_sessions_may_be_as_short_as_the_canary(tmp_path: Path) -> None:
+def test_sessions_may_be_as_short_as_the_parity_prompt(tmp_path: Path) -> None:
     """An engine that takes `MAX_TOKENS` in all is asked for fewer of them, and one to sample."""
     lengths = ("--inference.model.max-len", str(MAX_TOKENS), "--orchestrator.seq-len", str(MAX_TOKENS))
     handle = start_server("stub", config_of(MODEL, max_len=MAX_TOKENS), tmp_path / "inference.log").wait_ready()
     with UsedServer(handle) as server:
         run = succeeded(tmp_path / "run", *server.flags, *lengths, "--max-steps", "1")
-    assert "canary differs by" in (run.run_dir.logs(1) / "orchestrator.log").read_text()
+    assert "the parity prompt differs by" in (run.run_dir.logs(1) / "orchestrator.log").read_text()

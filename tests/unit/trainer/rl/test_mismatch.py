@@ -15,7 +15,7 @@ from holdfast.config import RlConfig, TrainerConfig
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import TrainingError
-from holdfast.protocol.inference import TEXT, Canary
+from holdfast.protocol.inference import TEXT, ParityPrompt
 from holdfast.protocol.rollouts import Batch, Rollout, Sampling, VersionSpan
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
