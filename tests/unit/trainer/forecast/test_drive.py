@@ -150,7 +150,8 @@ def test_sums_of_ranks_are_gradients(mesh: Mesh) -> None:
         summed = torch.empty(64 // mesh.world_size, 64)
         dist.reduce_scatter_tensor(summed, own)
         tracker.begin("optimizer")
-    assert tracker.peaks["optimizer", 0].parts == {"gradients": summed.nbytes}
+    # Not all parts: a thread of gloo may still hold its copy of the input.
+    assert tracker.peaks["optimizer", 0].parts["gradients"] == summed.nbytes
 
 
 def test_logits_of_as_many_tokens_as_hidden_numbers() -> None:
