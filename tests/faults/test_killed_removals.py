@@ -59,7 +59,7 @@ _PLACES = {
         "commands/rollouts.py export, launcher/cluster/cluster.py check_shared, launcher/liveness.py "
         "LivenessMonitor.forget place_of_beats, process/heartbeat.py Heartbeat._write Heartbeat.end, "
         "process/scratch.py _remove hold, run/lock.py Holder.write, run/run_dir.py RunDir.require_writable, "
-        "trainer/checkpoint/commit.py Commit.write _make_empty, trainer/export.py commit, "
+        "trainer/checkpoint/commit.py Commit.write _make_empty, trainer/export.py commit new_directory, "
         "trainer/model/safetensors_files.py SafetensorsWriter.close, trainer/model/publish.py "
         "WeightPublisher._describe_model, trainer/profiling.py Profiler._write"
     ),

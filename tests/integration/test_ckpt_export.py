@@ -1,4 +1,4 @@
-"""`ckpt show` and `export` on a real run of two ranks in bfloat16."""
+"""`ckpt show` and `export` on real runs of two ranks: in bfloat16, and of experts."""
 
 import io
 import json
@@ -18,10 +18,12 @@ from holdfast.config.training import TrainedModelConfig
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.checkpoint.init_from import load_weights_only
+from holdfast.trainer.export import Export, TensorReader, export
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import build_policy
 from tests.builders.checkpoint_files import flip
+from tests.conftest import ModelFactory
 from tests.forking.engines import config_of, shared_engines
 from tests.integration.conftest import PROMPT, Served
 from tests.models.served import reference_logprobs, write_model
@@ -152,3 +154,36 @@ def test_show_tells_counters_tensors_and_settings(run_dir: RunDir) -> None:
     assert groups["optim"]["tensors"] == 3 * len(published)
     out = ckpt("show", "latest", "--output-dir", run_dir.path).stdout
     assert "model.dtype" in out and f"{elements:,}" in out and "config fingerprint" in out
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+NAME = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def experts(tiny_model: ModelFactory) -> Path:
+    return tiny_model("qwen3_moe", tied=False, **EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def run_of_experts(tmp_path_factory: pytest.TempPathFactory, experts: Path, sft_data: Path) -> RunDir:
+    flags = ("--model.init", "pretrained", "--max-steps", "2", "--ckpt", "--parallel.num-ranks", "2")
+    return succeeded(run_sft(tmp_path_factory.mktemp("run") / "run", experts, sft_data, *flags)).run_dir
+
+
+def test_sft_publishes_original_names_with_its_checkpoints_values(run_of_experts: RunDir, experts: Path) -> None:
+    published, original = load_file(run_of_experts.weights_of(2) / NAME), load_file(experts / NAME)
+    assert {name: one.shape for name, one in published.items()} == {name: one.shape for name, one in original.items()}
+    reader = TensorReader(run_of_experts.checkpoint(2) / "trainer")
+    loaded = AutoModelForCausalLM.from_pretrained(run_of_experts.weights_of(2)).state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in loaded
+    for name, tensor in loaded.items():
+        assert torch.equal(reader.read(f"model.{name}"), tensor), name
+
+
+def test_an_export_keeps_names_and_bits(run_of_experts: RunDir, tmp_path: Path) -> None:
+    published = run_of_experts.weights_of(2)
+    exported = tmp_path / "exported"
+    export(Export(run_of_experts.checkpoint(2), exported))
+    assert (exported / NAME).read_bytes() == (published / NAME).read_bytes()
+    assert sorted(path.name for path in exported.iterdir()) == sorted(path.name for path in published.iterdir())

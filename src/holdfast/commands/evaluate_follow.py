@@ -39,7 +39,6 @@ from holdfast.orchestrator.evaluation.statistics import summary_in
 from holdfast.process.child import die_with_launcher, keep_date, run_reporting_errors, set_up_logging
 from holdfast.process.events import report
 from holdfast.process.gpus import find_gpus
-from holdfast.process.scratch import remove_abandoned
 from holdfast.run import atomic
 from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
@@ -281,7 +280,6 @@ def _clear_leftovers(place: Path) -> None:
         if RunDir(directory).is_under_way():  # waited for
             continue
         atomic.clear_leftovers(directory)
-        remove_abandoned(directory)
         if (directory / SUMMARY_NAME).exists():
             remove_exports(directory)
 

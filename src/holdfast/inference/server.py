@@ -66,14 +66,18 @@ class _EngineProcesses:
     """The processes of the engine, to see a SIGSTOP while the engine starts: `/health` shows it only later."""
 
     def __init__(self) -> None:
-        self._pids: list[int] = []
+        self._found: list[psutil.Process] = []
         self._is_starting = True
 
     def are_stopped(self) -> bool:
         """Whether a signal stopped any of them."""
-        if self._is_starting:
-            self._pids = [process.pid for process in psutil.Process().children(recursive=True)]
-        return any(map(is_stopped, self._pids))
+        try:
+            if self._is_starting:
+                self._found = psutil.Process().children(recursive=True)
+            # By `is_running`: the number of a process that has ended may be another process's now.
+            return any(process.is_running() and is_stopped(process.pid) for process in self._found)
+        except (psutil.Error, OSError):  # a machine may hide other users' processes
+            return False
 
     def have_started(self) -> None:
         """Look for no new processes: that reads all processes of the machine."""

@@ -5,6 +5,7 @@ Times in which the launcher itself was frozen do not count.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import http.client
 import os
@@ -29,8 +30,12 @@ _MEMORY = Path("/dev/shm")
 
 def open_directly(request: str | urllib.request.Request, *, timeout_s: float) -> http.client.HTTPResponse:
     """Open a URL of a server of a run without the proxies of the environment, which are for the internet."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return opener.open(request, timeout=timeout_s)
+    return _opener().open(request, timeout=timeout_s)
+
+
+@functools.cache  # it may read all certificates
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from holdfast.config.base import DType
 from holdfast.errors import CheckpointError, ConfigError, SaveError
-from holdfast.process.scratch import scratch_directory
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR
 from holdfast.run.manifest import Manifest
@@ -130,18 +129,18 @@ def set_dtype(path: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Yield a directory to be renamed to `final`. It is removed if the block fails, and by the next export if this
-    process is killed. Raise SaveError if the storage fails."""
+    """Yield a temporary sibling of `final`, removed if the block fails. Raise SaveError if the storage fails."""
+    temporary = atomic.temporary_sibling(final)
     try:
         atomic.make_directory(final.parent)
-        with scratch_directory(final.parent) as scratch:
-            temporary = scratch / final.name
-            temporary.mkdir()
-            yield temporary
+        temporary.mkdir()
+        yield temporary
     except OSError as error:
         where = error.filename or final
         reason = error.strerror or error
         raise SaveError(f"{final} could not be written: {reason} ({where}). Nothing is left of it.") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def commit(directory: Path, final: Path, writer: SafetensorsWriter, dtype: torch.dtype, source: Manifest) -> Written:

@@ -15,6 +15,7 @@ from holdfast.config import SftConfig
 from holdfast.config.orchestrator import ClientConfig
 from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
+from holdfast.launcher import liveness
 from holdfast.launcher.liveness import Health, HealthProbe
 from holdfast.launcher.rendezvous import with_outer_nodes
 from holdfast.launcher.server_choice import _look
@@ -84,6 +85,7 @@ def test_proxies_never_meet_the_servers_of_a_run(monkeypatch: pytest.MonkeyPatch
     with serving(engine), served(FastAPI()) as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy)
+        liveness._opener.cache_clear()  # else it is of before
         found = _look(engine.url)
         assert found is not None and found.model == MODEL
         assert f'"model":"{MODEL}"'.encode() in asyncio.run(_ask_as_orchestrator(engine.url))

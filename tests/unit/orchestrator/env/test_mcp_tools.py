@@ -158,7 +158,7 @@ def test_a_server_that_a_signal_stops_at_its_start_is_no_failure() -> None:
 
 @pytest.mark.launch
 def test_all_pages_of_tools_are_seen_and_every_kind_of_answer_becomes_text() -> None:
-    paged = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "light_mcp_server.py"), "paged"]}
+    paged = {"command": sys.executable, "args": [str(ROOT / "tests" / "servers" / "paged_mcp_server.py")]}
     said = [call("structured"), call("silent"), call("refused"), call("echo", text="3", number=3), "done"]
     [session] = asyncio.run(play(settings_of(paged), said))
     assert answers(session) == [

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from holdfast.errors import CheckpointError, SaveError
 from holdfast.launcher.resume.attempt import copy_fork, find_fork
-from holdfast.process.scratch import LOCK_NAME, scratch_name
 from holdfast.run import manifest
 from holdfast.run.checkpoints import require_weights
 from holdfast.run.manifest import FileEntry, decode_manifest, encode_manifest
@@ -162,9 +161,6 @@ def test_files_hold_no_more_than_asked_unless_one_tensor_does(tmp_path: Path) ->
     ("raised", "seen"), [(OSError(28, "No space left on device"), SaveError), (KeyboardInterrupt(), KeyboardInterrupt)]
 )
 def test_an_unfinished_directory_goes_away(raised: BaseException, seen: type[BaseException], tmp_path: Path) -> None:
-    of_a_killed_export = tmp_path / "exports" / f"{scratch_name()}x"
-    of_a_killed_export.mkdir(parents=True)
-    (of_a_killed_export / LOCK_NAME).touch()
     with pytest.raises(seen), new_directory(tmp_path / "exports" / "x") as directory:
         (directory / "part-0.safetensors").write_bytes(b"half")
         raise raised
