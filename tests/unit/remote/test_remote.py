@@ -223,8 +223,11 @@ _REFUSED = [botocore.exceptions.NoCredentialsError(), PermissionError("no"), Fil
 
 
 @pytest.mark.parametrize("error", [*_PASSES, *_REFUSED, OSError(errno.ENOSPC, "full")], ids=repr)
-def test_what_may_pass(error: Exception) -> None:
+def test_what_may_pass(error: Exception, place: Path) -> None:
     assert is_transient(error) is (error in _PASSES)
+    failure = ObjectStore(f"file://{place}")._failure("reading", error)
+    assert failure.may_pass is (error in _PASSES or "full" in str(error))
+    assert ("It was tried 4 times. Check the network" in str(failure)) is (error in _PASSES)
 
 
 class TestFetch:
