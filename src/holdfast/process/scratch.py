@@ -74,10 +74,7 @@ def hold(path: Path) -> bool:
 
 def drop(path: Path) -> None:
     """Remove the directory, which this process holds."""
-    lock = _held.pop(path.resolve(), None)
-    _remove(path)
-    if lock is not None:
-        os.close(lock)
+    _remove(path, _held.pop(path.resolve(), None))
 
 
 def remove_abandoned(home: Path | None = None) -> None:
@@ -98,23 +95,28 @@ def remove_abandoned(home: Path | None = None) -> None:
             continue
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(path)
         except OSError:  # in use
-            continue
-        finally:
             os.close(lock)
+            continue
+        _remove(path, lock)
 
 
-def _remove(path: Path) -> None:
-    """Remove a directory; if a process still writes there, its lock stays, for the next `remove_abandoned`."""
+def _remove(path: Path, held: int | None) -> None:
+    """Remove a directory, and close its lock `held`. If a process still writes there, the file of the lock stays,
+    for the next `remove_abandoned`."""
     lock = path / LOCK_NAME
+    try:
+        with contextlib.suppress(OSError):
+            for entry in path.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                elif entry != lock:
+                    entry.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+    finally:
+        if held is not None:
+            os.close(held)  # before `rmdir`: NFS keeps an open file in the directory, under another name
     with contextlib.suppress(OSError):
-        for entry in path.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry != lock:
-                entry.unlink(missing_ok=True)
-        lock.unlink(missing_ok=True)
         try:
             path.rmdir()
         except OSError:

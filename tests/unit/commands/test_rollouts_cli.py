@@ -197,6 +197,7 @@ def test_a_batch_names_all_weights_that_have_sampled_it_or_the_teacher(rollouts:
     assert document(rollouts, run_dir, "show", "5")["older_digests"] == {"2": "o" * 32}
     _, out, _ = rollouts("show", "6", "--output-dir", run_dir.path)
     assert f"batch 6, sampled by the teacher with digest {'t' * 32} at temperature 0.5, min_p 0.25" in out
+    assert document(rollouts, run_dir, "show", "6")["teacher_digest"] == "t" * 32
 
 
 def test_what_was_set_aside_is_shown_by_its_path(rollouts: Command, run_dir: RunDir) -> None:

@@ -62,6 +62,26 @@ def test_a_directory_a_child_wrote_to_is_removed_by_the_next(tmp_path: Path, mon
     assert not left.exists()
 
 
+def test_a_lock_is_closed_before_its_directory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a file that is removed while it is open stays in its directory, under another name."""
+    rmdir = Path.rmdir
+
+    def rmdir_of_nfs(path: Path) -> None:
+        for descriptor in Path("/proc/self/fd").iterdir():
+            if descriptor.is_symlink() and str(descriptor.readlink()).startswith(f"{path}/"):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir_of_nfs)
+    with scratch_directory(tmp_path):
+        process, _ = _holder(tmp_path)
+        process.kill()
+        process.communicate()
+        remove_abandoned(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 1, "its own"
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_not_ours_or_of_another_host_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process, theirs = _holder(tmp_path, "pass")
     process.communicate()
