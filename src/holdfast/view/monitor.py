@@ -122,7 +122,7 @@ def document_of(run: ObservedRun) -> dict[str, Any]:
         "max_steps": state.max_steps,
         "left_s": state.left_s if is_running else None,
         "metrics": state.metrics,
-        "bottleneck": None if limit is None else {**asdict(limit), "advice": limit.advice},
+        "bottleneck": None if limit is None else asdict(limit),
         "phases": {phase.process: phase.name for phase in state.phases.values()},
         "checkpoint": checkpoints if is_running else {**checkpoints, "saving": None},
         "alerts": [asdict(alarm) for alarm in state.alarms[-_MAX_PRINTED:]],

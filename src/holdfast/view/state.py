@@ -23,6 +23,8 @@ _MAX_OF_MEDIAN = 5.0
 """A step that waited for the start of an engine says nothing about the steps to come."""
 _LEAST_SHARE = 0.1
 """Below this share of a step a wait is not worth a change."""
+_FULL_SHARE = 0.9
+"""From this share in use on, the slots of rounds hold the engines back."""
 _TRAINING = ("training", "waiting for batches")
 """Phases that a trainer reports before its first step."""
 _ALARMS = {"ALERT: ": "alert", "WARNING: ": "warning"}
@@ -54,15 +56,12 @@ class Bottleneck:
     Attributes:
         part: `generation`, `training`, `weight update`, `checkpoints`, `evaluation`, or `none`.
         why: the numbers, in words.
+        advice: settings that help, in words; empty if nothing limits the run.
     """
 
     part: str
     why: str
-
-    @property
-    def advice(self) -> str:
-        """Settings that help, in words; empty if nothing limits the run."""
-        return "" if self.part == "none" else _ADVICE[self.part]
+    advice: str = ""
 
     def __str__(self) -> str:
         if self.part == "none":
@@ -83,15 +82,23 @@ def find_bottleneck(steps: Iterable[Mapping[str, float | None]]) -> Bottleneck |
     if not batch_s:  # no orchestrator: only the storage can hold up the trainer
         share = total("time/checkpoint") / step_s
         why = f"training waits {_percent(share)} of the time for a save"
-        return Bottleneck("checkpoints", why) if share >= _LEAST_SHARE else None
+        return Bottleneck("checkpoints", why, _ADVICE["checkpoints"]) if share >= _LEAST_SHARE else None
     waits = total("time/wait_for_batch") / step_s
     idle = sum((line.get("engine/idle_share") or 0.0) * (line.get("time/batch") or 0.0) for line in steps) / batch_s
     if max(waits, idle) < _LEAST_SHARE:
         return Bottleneck("none", f"trainer waits {_percent(waits)} of a step, engines {_percent(idle)} idle")
     if waits < idle:
-        return Bottleneck("training", f"engines are idle {_percent(idle)} of the time")
+        return Bottleneck("training", f"engines are idle {_percent(idle)} of the time", _ADVICE["training"])
     parts = {"generation": "time/generate", "weight update": "time/update_weights", "evaluation": "time/evaluate"}
-    return Bottleneck(max(parts, key=lambda part: total(parts[part])), f"trainer waits {_percent(waits)} of a step")
+    limit = max(parts, key=lambda part: total(parts[part]))
+    advice = _ADVICE[limit]
+    if limit == "generation" and any(line.get("rounds/played") is not None for line in steps):
+        rounds = total("rounds/played")
+        used = sum((line.get("rounds/slots_used") or 0.0) * (line.get("rounds/played") or 0.0) for line in steps)
+        is_full = used >= _FULL_SHARE * rounds > 0
+        more = "orchestrator.client.max_concurrency" if is_full else "async_level"
+        advice = f"more engines, shorter answers, a larger {more}"
+    return Bottleneck(limit, f"trainer waits {_percent(waits)} of a step", advice)
 
 
 def _percent(share: float) -> str:

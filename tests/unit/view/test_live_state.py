@@ -164,6 +164,22 @@ def test_the_bottleneck_is_said_in_words_where_something_tells(metrics: dict[str
     assert shown == said and bool(advice) == (found.part != "none")
 
 
+@pytest.mark.parametrize(
+    ("rounds", "advice"),
+    [
+        ([{}, {}], "a larger async_level, or with it orchestrator.schedule = 'rounds'"),
+        ([{"rounds/played": 9.0, "rounds/slots_used": 0.98}, {"rounds/played": 0.0, "rounds/slots_used": 0.0}],
+         "a larger orchestrator.client.max_concurrency"),
+        ([{"rounds/played": 9.0, "rounds/slots_used": 0.5}] * 2, "a larger async_level"),
+        ([{"rounds/played": 0.0, "rounds/slots_used": 0.0}], "a larger async_level"),
+    ],
+)  # fmt: skip
+def test_the_advice_for_rounds_is_not_to_take_rounds(rounds: list[dict[str, float]], advice: str) -> None:
+    metrics = RL | {"time/wait_for_batch": 6.0, "time/generate": 9.0}
+    found = find_bottleneck([metrics | line for line in rounds])
+    assert found is not None and found.advice == f"more engines, shorter answers, {advice}"
+
+
 def test_the_wait_for_the_start_of_an_attempt_is_no_bottleneck() -> None:
     state = RunState(first_step=4)
     state.take_step(RL | {"step": 5, "time/step": 100.0, "time/wait_for_batch": 95.0}, unix_s=0.0)
