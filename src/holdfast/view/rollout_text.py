@@ -138,8 +138,10 @@ def sampler_of(batch: Batch) -> str:
     """Return who sampled a batch, such as `version 3 with digest 4f5a...`."""
     if not batch.weights_digest:
         return f"the teacher with digest {batch.teacher_digest}"
-    older = "".join(f", version {version} with digest {digest}" for version, digest in batch.older_digests.items())
-    return f"version {batch.policy_version} with digest {batch.weights_digest}{older}"
+    digests = {**batch.older_digests, batch.policy_version: batch.weights_digest}
+    # In rounds the newest version may have come too late to sample any of it.
+    sampled = {span.version for rollout in batch.rollouts for span in rollout.versions} or {batch.policy_version}
+    return ", ".join(f"version {version} with digest {digests[version]}" for version in sorted(sampled))
 
 
 def shown_text(text: str | None, token_ids: Sequence[int]) -> str:

@@ -190,11 +190,17 @@ def test_without_a_tokenizer_the_ids_are_shown(rollouts: Command, run_dir: RunDi
 
 
 def test_a_batch_names_all_weights_that_have_sampled_it_or_the_teacher(rollouts: Command, run_dir: RunDir) -> None:
-    publish(run_dir, 5, older_digests={2: "o" * 32})
+    first, *others = make_batch(5).rollouts  # by version 4
+    for one in others:
+        one.versions = [msgspec.structs.replace(span, version=2) for span in one.versions]
+    publish(run_dir, 5, rollouts=[first, *others], older_digests={2: "o" * 32})
+    publish(run_dir, 7, rollouts=others, older_digests={2: "o" * 32})
     publish(run_dir, 6, weights_digest="", teacher_digest="t" * 32)
     _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
-    assert f"sampled by version 4 with digest {'d' * 32}, version 2 with digest {'o' * 32} at" in out
+    assert f"sampled by version 2 with digest {'o' * 32}, version 4 with digest {'d' * 32} at" in out
     assert document(rollouts, run_dir, "show", "5")["older_digests"] == {"2": "o" * 32}
+    _, out, _ = rollouts("show", "7", "--output-dir", run_dir.path)
+    assert f"batch 7, sampled by version 2 with digest {'o' * 32} at" in out, "version 6 came too late"
     _, out, _ = rollouts("show", "6", "--output-dir", run_dir.path)
     assert f"batch 6, sampled by the teacher with digest {'t' * 32} at temperature 0.5, min_p 0.25" in out
     assert document(rollouts, run_dir, "show", "6")["teacher_digest"] == "t" * 32
