@@ -317,6 +317,8 @@ def exit_report(
     to_go_on = attempt.to_go_on
     if is_finished and steps[-1] >= config.max_steps:
         to_go_on = f"give the same command with {resume} and a larger {config.length_flag}"
+    if exit_code == 2:  # what was given is refused: the same command would be refused again
+        to_go_on = f"mend that and {to_go_on.replace('the same command again', 'the command again')}"
     lines.append(f"last checkpoint: step {steps[-1]} in {last}; to continue, {to_go_on}")
     return lines, fields
 

@@ -185,6 +185,7 @@ def test_the_end_of_a_run_says_how_it_goes_on(run_dir: RunDir) -> None:
     (line,) = lines(5, 143)
     path = run_dir.checkpoint(5)
     assert line == f"last checkpoint: step 5 in {path}; to continue, give the same command again"
+    assert lines(5, 2)[-1].endswith("; to continue, mend that and give the command again"), "it would be refused again"
     write_checkpoint(run_dir, 20)
     assert lines(20, 0)[0].endswith("--ckpt.resume-step latest and a larger --max-steps")
     with unreadable(manifest := path / "manifest.json"):
