@@ -349,7 +349,8 @@ def _described(found: Forecast, dtype: str) -> list[str]:
     return [
         f"plan: {ranks} of {found.model}, {in_short(step.parameters)} parameters, {dtype}; {rows} of up to "
         f"{found.row_tokens:,} tokens on each{updates} (calculated with tensors without numbers)",
-        f"  most memory in {_PHASES.get(word, f'the {word}')}, on each rank: {peak.total / GIB:.2f} GiB ({parts})",
+        f"  most memory in {_PHASES.get(word, f'the {word}')}, on each rank: {peak.total / GIB:.2f} GiB"
+        f"{f' ({parts})' if parts else ''}",
         *([sends] if found.ranks > 1 else []),
         *([f"  weights to the engines: {size(step.published_bytes)} a step"] if step.published_bytes else []),
     ]

@@ -86,6 +86,9 @@ def test_a_step_that_fits(config: SftConfig, say: Say, capsys: pytest.CaptureFix
     config.parallel = ParallelConfig(num_ranks=8, expert_parallel=8, card_gb=24)
     forecast_alone(config)
     assert "  assumed: all experts get equally many tokens;" in capsys.readouterr().out
+    say(_found(parameters=0.004, logits=0.004))
+    forecast_alone(config)
+    assert "the backward pass, on each rank: 0.01 GiB\n" in capsys.readouterr().out, "no part is large enough to name"
 
 
 def test_a_step_that_does_not_fit(config: SftConfig, say: Say) -> None:
