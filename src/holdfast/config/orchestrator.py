@@ -241,6 +241,11 @@ class OrchestratorConfig(Command):
         return min(1, self.async_level) if self.schedule == "rounds" else self.async_level
 
     @property
+    def tokens_of_round(self) -> int:
+        """The tokens of a round; 0: no end."""
+        return (self.round_tokens or 256) if self.async_level else 0
+
+    @property
     def max_problems_per_step(self) -> int:
         """Most problems that are drawn for one batch."""
         if self.dynamic_sampling is None:

@@ -308,11 +308,23 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
             f"{max(own.max_tokens for own in settings)} sampled tokens per turn and "
             f"{max(own.seq_len for own in settings)} tokens per rollout; {rate}"
         )
+        if orchestrator.schedule == "rounds":
+            yield _rounds(orchestrator)
         if isinstance(config, TrainerConfig) and config.share_prompts:
             yield from _shared_prompts(config, orchestrator)
     yield _checkpoints(config, is_rl=orchestrator is not None)
     if parameters:
         yield _memory(config, parameters)
+
+
+def _rounds(config: OrchestratorConfig) -> str:
+    if not config.tokens_of_round:
+        return "schedule: rounds without an end, as async_level = 0"
+    slots = max(config.client.max_concurrency * len(config.client.urls), config.largest_group)
+    return (
+        f"schedule: rounds of {config.tokens_of_round:,} tokens, answers up to {config.async_level} versions old, "
+        f"{slots:,} slots (max_concurrency x engines)"
+    )
 
 
 def _shared_prompts(config: TrainerConfig, orchestrator: OrchestratorConfig) -> Iterator[str]:

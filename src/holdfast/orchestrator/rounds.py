@@ -268,7 +268,7 @@ class RoundsMaker(BatchMaker):
     @property
     def round_tokens(self) -> int:
         """The tokens of a round; 0: no end."""
-        return (self.config.round_tokens or 256) if self.config.async_level else 0
+        return self.config.tokens_of_round
 
     @property
     def most_sessions(self) -> int:

@@ -319,6 +319,16 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     said = summary(rl.trainer, None, rl.orchestrator)
     assert "tasks: reverse_text\nsteps: 100 of 16 x 8 rollouts" in said and "no checkpoints: a killed run" in said
     assert count_parameters("somebody/model") is None and len(said.splitlines()) <= 7
+    assert "schedule:" not in said
+    client = {"max_concurrency": 40, "urls": ["http://a:1", "http://b:1"]}
+    own = {"environments": ENVIRONMENTS, "schedule": "rounds", "client": client}
+    for more, schedule in (
+        ({"async_level": 3}, "of 256 tokens, answers up to 3 versions old, 80 slots (max_concurrency x engines)"),
+        ({"async_level": 2, "round_tokens": 4096}, "of 4,096 tokens, answers up to 2 versions old, 80 slots"),
+        ({"async_level": 0}, "without an end, as async_level = 0"),
+    ):
+        rounds = rl_config({}, own | more)
+        assert f"\nschedule: rounds {schedule}" in summary(rounds.trainer, None, rounds.orchestrator)
     for name in ("model.safetensors", "consolidated.safetensors"):  # the same weights in another form
         (tmp_path / name).symlink_to(Path(MODEL).absolute() / "model.safetensors")
     assert count_parameters(str(tmp_path)) == count_parameters(MODEL)
