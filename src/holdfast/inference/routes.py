@@ -135,6 +135,7 @@ class Routes:
         self.ownership = ownership
         self.most_body_bytes = largest_request(sampler.max_len)
         self._probe: asyncio.Task[str | None] | None = None
+        self._probe_samples = False
 
     def all(self) -> list[BaseRoute]:
         """Return the routes, each with its errors turned into answers."""
@@ -233,8 +234,11 @@ class Routes:
         if time.monotonic() - self._metrics.last_progress < _RECENT_S:
             return None
         # Callers that come while a probe runs share it, so that a hung engine gathers no requests.
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._run_probe())
+        # Not the probe from before the weights were torn: it samples, and the paused engine keeps it.
+        samples = self._engine_weights.version is not None
+        if self._probe is None or self._probe.done() or samples != self._probe_samples:
+            self._probe = asyncio.create_task(self._sampler.probe(generates=samples))
+            self._probe_samples = samples
         try:
             # Shielded: a caller that gives up must not cancel the probe that other callers wait for.
             return await asyncio.wait_for(asyncio.shield(self._probe), self._health_timeout_s)
@@ -242,9 +246,6 @@ class Routes:
             return f"the engine gave no answer to a probe within {self._health_timeout_s:g} s"
         except self._sampler.died:
             return "the engine died"
-
-    async def _run_probe(self) -> str | None:
-        return await self._sampler.probe(generates=self._engine_weights.version is not None)
 
     def _served(self) -> ServedWeights:
         return ServedWeights(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("inference")
 
-TORN_WEIGHTS = "the weights are torn, as their transfer broke off"
 _LABEL_SEPARATOR = ":"
 _STAGE_POLL_S = 0.25
 
@@ -102,7 +101,7 @@ class EngineWeights:
     Attributes:
         version: the policy version that serves; None before the first weights.
         digest: `holdfast.run.weights` of the bytes that the worker loaded.
-        torn: why the model is half old and half new, or "". Such a model never samples: the engine stays paused, and
+        torn: why the model is not one version, or "". Such a model never samples: the engine stays paused, and
             the next whole update mends it.
         num_updates: how often the weights were replaced.
         boot_id: of this server's process. A restarted server has another id.
@@ -139,7 +138,7 @@ class EngineWeights:
     def none_because(self) -> str:
         """Why no weights serve, if `version` is None."""
         if self.torn:
-            return f"{TORN_WEIGHTS}: {self.torn}. The server waits for the next POST /update_weights"
+            return f"the weights are torn, as {self.torn}. The server waits for the next POST /update_weights"
         return "no weights yet: the server waits for its first POST /update_weights"
 
     def require(self, digest: str) -> None:
@@ -166,7 +165,7 @@ class EngineWeights:
 
         Raises:
             RequestError: 409, the directory or the transfer cannot be used, or another run owns the server; 507, the
-                storage fails. Nothing has changed then. 503 with `torn`: the transfer broke off.
+                storage fails. Nothing has changed then. 503 with `torn`: the transfer broke off, or the workers differ.
         """
         async with self._lock:
             # Under the lock: the owner may change during another update.
@@ -181,10 +180,15 @@ class EngineWeights:
                 # Before the swap: `/generate` must not miss an update during its prompt.
                 self.num_updates += 1
                 applied: list[ApplyResult] = await self._engine.collective_rpc("apply_weights")
-                self.torn = next((result["torn"] for result in applied if result["torn"] is not None), "")
+                digests = {result["digest"] for result in applied}
+                broken_off = [result["torn"] for result in applied if result["torn"] is not None]
+                if broken_off:
+                    self.torn = f"their transfer broke off: {broken_off[0]}"
+                else:  # workers differ if the directory was replaced while they read it
+                    self.torn = f"the workers loaded different weights: {digests}" if len(digests) > 1 else ""
                 if self.torn:
                     self.version = self.digest = None
-                    _log.warning("%s: %s", TORN_WEIGHTS, self.torn)
+                    _log.warning("the weights are torn, as %s", self.torn)
                     raise RequestError(503, self.none_because, code=TORN)
                 await self._adopt(version, _agreed([result["digest"] for result in applied]))
                 await self._engine.resume_generation()
