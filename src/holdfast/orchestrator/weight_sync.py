@@ -25,7 +25,7 @@ import msgspec
 from holdfast.errors import CheckpointError, InferenceError, WaitedInVain
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.http import Unavailable
-from holdfast.orchestrator.client.pool import Engine
+from holdfast.orchestrator.client.pool import Engine, EngineLost
 from holdfast.orchestrator.tasks import phase
 from holdfast.process.heartbeat import Wait
 from holdfast.protocol.inference import (
@@ -185,8 +185,8 @@ class WeightPusher:
                 # Also if it is served already: an engine may have been restarted.
                 weights = await self._push_to_all(weights, check)
                 break
-            except InferenceError:
-                if not weights.was_replaced():
+            except InferenceError as error:
+                if isinstance(error, EngineLost) or not weights.was_replaced():
                     raise
                 _log.warning("%s was published again while it was loaded; loading it again", weights.path)
                 weights = await wait_for_weights(self.run_dir, weights.version, timeout_s=self.timeout_s, check=check)
@@ -203,19 +203,18 @@ class WeightPusher:
         async def published() -> PublishedWeights:
             return await wait_for_weights(self.run_dir, weights.version, timeout_s=self.timeout_s, check=check)
 
-        async def push_to(engine: Engine) -> None:
+        async def give(engine: Engine, weights: PublishedWeights) -> None:
             await push(engine, weights, owner)
             await self._prove(engine, weights)
 
         async def restore(engine: Engine) -> None:
-            if weights.written is None:
-                await published()
+            directory = await published() if weights.written is None else weights
             try:
-                await push_to(engine)
+                await give(engine, directory)
             except InferenceError as error:
                 # The trainer has published a newer version, which comes next.
-                if weights.was_replaced() and pool.there():
-                    raise Unavailable(f"{weights.path} is not there any more: {error}") from None
+                if directory.was_replaced() and pool.there():
+                    raise Unavailable(f"{directory.path} is not there any more: {error}") from None
                 raise
 
         # Before the push: an engine that comes back meanwhile must get these weights.
@@ -228,7 +227,7 @@ class WeightPusher:
             )
             if weights.written is None and not have_all:
                 weights = await published()
-            await pool.attend(push_to)
+            await pool.attend(lambda engine: give(engine, weights))
             await pool.wait_for_any()
         return weights
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, InferenceError
 from holdfast.orchestrator.client.client import InferenceClient
+from holdfast.orchestrator.client.http import Unavailable
+from holdfast.orchestrator.client.pool import EngineLost
 from holdfast.orchestrator.weight_sync import PublishedWeights, WeightPusher
 from holdfast.protocol.inference import GenerateRequest
 from holdfast.protocol.transfer import Offer
@@ -93,6 +95,25 @@ def test_an_engine_that_comes_back_waits_for_the_directory(run_dir: RunDir, dige
 
     drive(run_dir, use, engine)
     assert (engine.transfers, engine.pushed, engine.digest) == ([(1, 2)], [1, 1], digest)
+
+
+def test_a_server_that_comes_back_with_another_owner_ends_the_run(run_dir: RunDir, digest: str) -> None:
+    stays, taken = FakeEngine(), FakeEngine()
+
+    async def use(client: InferenceClient, pusher: WeightPusher) -> None:
+        await serve(pusher)
+        publish_weights(run_dir, 1, CONTENT)
+        taken.owner, taken.version, taken.boot_id = "another run", None, "second"
+        engine = client.engines[1]
+        client.pool.lose(engine, epoch=engine.epoch, failure=Unavailable("it died"))
+        async with asyncio.timeout(HANG_S):
+            while True:
+                await client.pool.wait_for_any()
+                await asyncio.sleep(0.005)
+
+    with pytest.raises(InferenceError, match="owned by the run in") as error:
+        drive(run_dir, use, stays, taken)
+    assert not isinstance(error.value, EngineLost)
 
 
 def test_offers_of_other_weights_are_left_alone(run_dir: RunDir) -> None:
