@@ -362,13 +362,28 @@ class BaseWeights:
             self.tensors.pop(OUTPUT_LAYER, None)
         for name in architecture.ignored:
             self.tensors.pop(name, None)
+        self._files, self._written = files, [_written(file) for file in files]
         self.digest = tensors_digest(self._in_float32())
+
+    def check(self) -> None:
+        """Compute the digest again if somebody has written to a file since: the mapped memory then holds that."""
+        written = [_written(file) for file in self._files]
+        if written != self._written:
+            self._written, self.digest = written, tensors_digest(self._in_float32())
 
     def _in_float32(self) -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
         for name, tensor in self.tensors.items():
             # The trainer digests its weights in float32, too.
             tensor = tensor.float() if tensor.is_floating_point() else tensor
             yield name, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _written(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.stat()
+    except FileNotFoundError:  # what is mapped stays
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def read_adapter(
@@ -382,6 +397,7 @@ def read_adapter(
         except CheckpointError as error:
             raise DataError(str(error)) from None
     wanted = read_base(directory)
+    base.check()
     if wanted.digest != base.digest:
         raise DataError(
             f"{directory} is an adapter for the weights of '{wanted.name}' (digest {wanted.digest}), and this server "

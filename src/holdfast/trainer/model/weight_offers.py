@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,12 +62,16 @@ class WeightOffers:
         # One for all offers, as each stream keeps memory of its own. On the training step's the step would wait.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
-            _listen(config.host).close()
+            with _listen(config.host) as listener:
+                is_address = not ip_address(listener.getsockname()[0]).is_unspecified
+            reason = "no engine can connect to that"
         except OSError as error:
+            is_address, reason = False, f"this machine cannot listen there ({error.strerror})"
+        if not is_address:
             raise ConfigError(
-                f"weights.host = '{config.host}': this machine cannot listen there ({error.strerror}). Set "
-                "weights.host to the address at which the engines reach the machine of the trainer."
-            ) from None
+                f"weights.host = '{config.host}': {reason}. Set weights.host to the address at which the engines "
+                "reach the machine of the trainer."
+            )
         self._path = run_dir.offer
         self._sending: _Sending | None = None
         self._sent: list[_Sending] = []

@@ -260,6 +260,24 @@ def test_an_adapter_that_is_damaged_or_of_other_weights_is_refused(publish: Publ
     refused(adapter, base, "adapter_config.json is damaged", version=2)
 
 
+def test_a_base_that_somebody_writes_to_has_another_digest(publish: Publish) -> None:
+    model, _, adapter = publish()
+    base = base_of(model)
+    (weights,) = model.glob("*.safetensors")
+    content = weights.read_bytes()
+    weights.rename(model / "removed")
+    read_adapter(adapter, base, dtype=torch.float32)  # what the server has mapped stays
+    (model / "removed").rename(weights)
+    with weights.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(bytes(8))
+    os.utime(weights, ns=(1, 1))
+    refused(adapter, base, "adapter for the weights of")
+    with weights.open("r+b") as file:
+        file.write(content)
+    read_adapter(adapter, base, dtype=torch.float32)
+
+
 BOTH = {f"nowhere.lora_{factor}.weight": torch.ones(1, 1) for factor in "AB"}
 
 

@@ -269,6 +269,9 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     for host in ("192.0.2.1", "no.such.host.invalid"):
         with pytest.raises(ConfigError, match=rf"weights\.host = '{host}': this machine cannot listen there \("):
             WeightOffers(RunDir(tmp_path), WeightsConfig(host=host), CPU)
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match=rf"weights\.host = '{host}': no engine can connect to that"):
+            WeightOffers(RunDir(tmp_path), WeightsConfig(host=host), CPU)
 
 
 def test_other_bytes_than_the_digest_says_are_an_error(offers: WeightOffers, tmp_path: Path) -> None:
