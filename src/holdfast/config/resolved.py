@@ -6,6 +6,7 @@ The fingerprint leaves out free settings, which do not change what is computed.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,8 +58,17 @@ def is_free(key: str) -> bool:
     return any(name == free or name.startswith((f"{free}.", f"{free}[")) for free in FREE)
 
 
+def slots_of(settings: Mapping[str, Any]) -> int | None:
+    """Return how many answers an orchestrator with these settings samples at once, if that decides what it samples."""
+    client = settings.get("client", {})
+    is_counted = settings.get("schedule") == "rounds" and {"max_concurrency", "urls"} <= client.keys()
+    return client["max_concurrency"] * len(client["urls"]) if is_counted else None
+
+
 def _computing(config: Command) -> dict[str, Any]:
-    return _without_free(config.model_dump(mode="json"), "")
+    settings = config.model_dump(mode="json")
+    slots = slots_of(settings)
+    return _without_free(settings, "") | ({} if slots is None else {"slots": slots})
 
 
 def _without_free(value: Any, key: str) -> Any:

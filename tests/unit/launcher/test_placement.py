@@ -14,6 +14,7 @@ from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.cluster import requests_of
 from holdfast.launcher.devices import Machine, Placement, inference_gpus, place_rl, place_training, with_engines
+from holdfast.launcher.placement import _starts_inference
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.process.gpus import Gpu, Inventory, TorchBuild
 from holdfast.run.run_dir import RunDir
@@ -320,3 +321,11 @@ def test_a_run_keeps_its_dtype_on_another_device(tiny_model: ModelFactory, sft_d
 def test_copies_of_the_model_must_divide_the_gpus(tmp_path: Path) -> None:
     run = started("sft", tmp_path / "run", *SFT, "--dry-run", "--parallel.replicas", "2", gpus=3)
     assert run.code == 2 and "parallel.replicas = 2 does not divide the number of ranks, 3" in run.log
+
+
+def test_on_a_cluster_a_run_starts_servers_unless_it_names_others() -> None:
+    config = RlConfig.model_validate({"orchestrator": {"environments": [{"id": "reverse_text"}]}})
+    config.orchestrator.client.urls = config.inference.urls
+    assert _starts_inference(config)
+    config.orchestrator.client.urls = ["http://far:1"]
+    assert not _starts_inference(config)

@@ -19,7 +19,7 @@ from holdfast.config.base import Command
 from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
-from holdfast.config.resolved import is_free
+from holdfast.config.resolved import is_free, slots_of
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import EvaluatedCommand, OptimConfig, TrainingCommand, learning_rate, schedule_end
 from holdfast.errors import CheckpointError, DataError, ReadError
@@ -82,6 +82,9 @@ def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Con
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in _OF_THE_ATTEMPT
     }
+    slots = slots_of(before), slots_of(after)
+    if None not in slots and slots[0] != slots[1]:
+        changed["slots"] = f"client.max_concurrency times engines, the slots of rounds: {slots[0]} -> {slots[1]}"
     return ConfigDiff(
         computing=[line for key, line in changed.items() if not is_free(key)],
         free=[line for key, line in changed.items() if is_free(key)],

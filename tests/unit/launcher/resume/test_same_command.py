@@ -353,6 +353,22 @@ def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
         assert not makes_same_batches(orchestrator(), orchestrator(**other)), other
 
 
+def test_the_number_of_slots_changes_what_rounds_compute() -> None:
+    def orchestrator(schedule: str, engines: int, max_concurrency: int) -> OrchestratorConfig:
+        client = {"urls": [f"http://h:{port}" for port in range(1, engines + 1)], "max_concurrency": max_concurrency}
+        settings = {"environments": ENVIRONMENTS, "client": client, "async_level": 2, "schedule": schedule}
+        return OrchestratorConfig.model_validate(settings)
+
+    for schedule, engines, most, is_same in (
+        ("rounds", 1, 8, False), ("rounds", 2, 4, False), ("rounds", 2, 2, True), ("strict", 2, 4, True),
+    ):  # fmt: skip
+        before, after = orchestrator(schedule, 1, 4), orchestrator(schedule, engines, most)
+        assert makes_same_batches(before, after) is is_same
+        computing = compare_settings(settings_of(before), settings_of(after)).computing
+        told = "client.max_concurrency times engines, the slots of rounds: 4 -> 8"
+        assert computing == ([] if is_same else [told])
+
+
 def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     for name, content in (("before.json", before), ("after.json", after)):
         (tmp_path / name).write_text(json.dumps(content))
