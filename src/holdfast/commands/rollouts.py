@@ -45,8 +45,8 @@ def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
 
 
 _EPILOG = (
-    "STEP is a number, a span such as 3-7, `latest`, `all`, or the path of a batch such as "
-    "OUTPUT_DIR/discarded/attempt_2/rollouts/step_9. A batch stays until the oldest checkpoint needs it no more."
+    "STEP is a number, `latest`, or the path of a batch such as OUTPUT_DIR/discarded/attempt_2/rollouts/step_9. "
+    "STEPS is also a span such as 3-7, or `all`. A batch stays until the oldest checkpoint needs it no more."
 )
 
 
@@ -81,9 +81,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--server", metavar="URL", help="have this server, which has the weights, sample it again, and compare"
     )
     stats_parser = subcommands.add("stats", "Show a line of numbers per batch.")
-    stats_parser.add_argument("steps", nargs="*", metavar="STEP", help="all batches if none is named")
+    stats_parser.add_argument("steps", nargs="*", metavar="STEPS", help="all batches if none is named")
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
-    export_parser.add_argument("steps", nargs="+", metavar="STEP")
+    export_parser.add_argument("steps", nargs="+", metavar="STEPS")
     export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new file of JSON lines")
     return subcommands.parse(argv)
 
