@@ -227,13 +227,16 @@ _MOST_BYTES = 16 << 20  # of a log, which may be longer than the memory
 
 
 def end_of_log(path: Path, *, begin: int = 0) -> list[str]:
-    """Return the lines of a log after `begin` bytes, or of its end if they are many; none without a log."""
+    """Return the lines of a log after `begin` bytes, or of its end if they are many; none without a log, and why if it
+    cannot be read: no run ends because of that."""
     try:
         with path.open("rb") as log:
             log.seek(max(begin, log.seek(0, os.SEEK_END) - _MOST_BYTES))
             return log.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        return [f"{path} cannot be read: {error.strerror}"]
 
 
 def last_lines(path: Path, count: int = 15) -> str:

@@ -213,6 +213,7 @@ def test_the_error_of_a_log_is_its_last_error_block(tmp_path: Path) -> None:
     assert last_lines(log, 2) == "           more of it\n        not of it"
     log.write_text("no message here\n")
     assert error_message(log) is None
+    assert error_message(tmp_path) is None and last_lines(tmp_path) == f"    {tmp_path} cannot be read: Is a directory"
 
 
 def test_of_a_long_log_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
