@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast import Completion
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.orchestrator import batch_maker, pipeline
+from holdfast.orchestrator import batch_maker, batch_pipeline
 from holdfast.orchestrator.generation_log import GenerationLog, Header
 from holdfast.orchestrator.main import orchestrate
 from holdfast.protocol.rollouts import Batch, Sampling
@@ -91,7 +91,7 @@ class _TimedLog(GenerationLog):
         _TimedLog.longest_s = max(_TimedLog.longest_s, time.perf_counter() - begin)
 
 
-def _publish_nothing(self: pipeline.BatchPublisher, batch: Batch, state: bytes) -> None:
+def _publish_nothing(self: batch_pipeline.BatchPublisher, batch: Batch, state: bytes) -> None:
     """Take the place of `BatchPublisher._publish`."""
 
 
@@ -130,7 +130,7 @@ def measure(
     )
     batch_maker.GenerationLog = _TimedLog if journal else _NoLog
     if not journal:
-        pipeline.BatchPublisher._publish = _publish_nothing
+        batch_pipeline.BatchPublisher._publish = _publish_nothing
     wall, core = time.perf_counter(), time.process_time()
     asyncio.run(orchestrate(config))
     wall, core = time.perf_counter() - wall, time.process_time() - core

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from holdfast.trainer.checkpoint.state import module_tensors
     from holdfast.trainer.rl.advantages import grpo
     from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
-    from holdfast.trainer.rl.scored_rollouts import ScoredRollout
+    from holdfast.trainer.rl.token_rewards import ScoredRollout
     from holdfast.view.tracker import TrackedRun, Tracker
 
 __all__ = [
@@ -125,7 +125,7 @@ _NAMES_OF = {
     "trainer.checkpoint.state": ("module_tensors",),
     "trainer.checkpoint.init_from": ("load_weights_only",),
     "trainer.rl.advantages": ("grpo",),
-    "trainer.rl.scored_rollouts": ("ScoredRollout",),
+    "trainer.rl.token_rewards": ("ScoredRollout",),
     "trainer.rl.losses": ("PolicyLossInput", "build_policy_loss"),
 }
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.trainer.rl.assign_advantages import Advantage, build_named_advantage
-from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
+from holdfast.trainer.rl.token_rewards import Groups, ScoredRollout
 from tests.builders.advantage_settings import NEEDED
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast.config.algorithm import CriticConfig
-from holdfast.config.named_algorithms import ADVANTAGES
+from holdfast.config.losses_and_advantages import ADVANTAGES
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.rl.assign_advantages import (
     add_distillation,
@@ -20,7 +20,7 @@ from holdfast.trainer.rl.assign_advantages import (
     whiten_advantages,
 )
 from holdfast.trainer.rl.batch import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, VALUE, target_values
-from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
+from holdfast.trainer.rl.token_rewards import Groups, ScoredRollout
 from tests.builders.scored_rollouts import advantage_of, scored_rollout
 
 Group = Sequence[ScoredRollout]

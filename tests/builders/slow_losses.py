@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
-from holdfast.config.named_algorithms import POLICY_LOSSES
+from holdfast.config.losses_and_advantages import POLICY_LOSSES
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
 from tests.builders.policy_inputs import policy_input
 

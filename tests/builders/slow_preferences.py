@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config.base import KlEstimator
-from holdfast.config.named_algorithms import PREFERENCE_LOSSES
+from holdfast.config.losses_and_advantages import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig
 from holdfast.trainer.preference.losses import PairLogprobs, kto_loss, preference_loss
 from holdfast.trainer.rl.kl import estimate_kl

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from holdfast.config import InferenceConfig
-from holdfast.launcher.failures import engine_failure
 from holdfast.launcher.liveness import LivenessMonitor
+from holdfast.launcher.restart_policy import engine_failure
 from holdfast.launcher.supervisor import error_message
 from holdfast.process.heartbeat import HEARTBEAT_ENV, read_beat
 from holdfast.process.scratch import remove_abandoned

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import HoldfastError
-from holdfast.launcher.failures import engine_failure
+from holdfast.launcher.restart_policy import engine_failure
 from holdfast.launcher.supervisor import error_message
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.packing import Sample, build_micro_batch

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ProcessDied
-from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.plan import Plan
+from holdfast.launcher.restart_policy import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.restarts import watch
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run.run_dir import RunDir

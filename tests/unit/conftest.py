@@ -150,7 +150,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that lets seconds pass for what bounds waits, which see no others."""
     now = 1000.0
-    for module in ("launcher.failures", "launcher.liveness", "process.heartbeat"):
+    for module in ("launcher.restart_policy", "launcher.liveness", "process.heartbeat"):
         monkeypatch.setattr(f"holdfast.{module}.awake_s", lambda: now)
 
     def pass_s(seconds: float) -> None:

@@ -15,8 +15,8 @@ from holdfast.config.evaluation import EvaluateConfig, check_server
 from holdfast.config.load import to_toml
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, printable
 from holdfast.launcher.devices import Placement, choose_inference, inference_gpus, this_machine
-from holdfast.launcher.failures import RestartLimit, death_of
 from holdfast.launcher.preflight import check_in_child
+from holdfast.launcher.restart_policy import RestartLimit, death_of
 from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.launcher.resume.resume_step import resolve_resume_step
 from holdfast.launcher.server_choice import release_all, reserve_first_free

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import KlEstimator, Section
-from holdfast.config.named_algorithms import POLICY_LOSSES
+from holdfast.config.losses_and_advantages import POLICY_LOSSES
 from holdfast.config.training import OptimConfig, SftDataConfig
 from holdfast.process.imports import check_name
 

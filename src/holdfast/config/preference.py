@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Section
-from holdfast.config.named_algorithms import PREFERENCE_LOSSES
+from holdfast.config.losses_and_advantages import PREFERENCE_LOSSES
 from holdfast.config.training import DpoOptimConfig, EvaluatedCommand, SftDataConfig, SupervisedCommand
 from holdfast.errors import nearest
 

@@ -1,7 +1,8 @@
 """Settings of the trainer of `rl`, and the checks of advantages and rewards.
 
 The checks refuse advantages that cannot be combined with other settings. `rl` knows the settings of trainer and
-orchestrator, so it also checks what the two must agree on. `holdfast.config.named_algorithms` lists the advantages.
+orchestrator, so it also checks what the two must agree on. `holdfast.config.losses_and_advantages` lists
+the advantages.
 """
 
 from typing import Annotated, Literal, Self
@@ -20,7 +21,7 @@ from holdfast.config.algorithm import (
     UpdatesConfig,
 )
 from holdfast.config.base import DType, Section
-from holdfast.config.named_algorithms import (
+from holdfast.config.losses_and_advantages import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
     MODEL_ADVANTAGES,

@@ -39,7 +39,7 @@ SWAP_FAILED_EXIT_CODE = 70
 # Reading may block the engine for so long: then the server need not ask again.
 _STAGE_AT_ONCE_S = 0.2
 
-# Below vLLM's own logger, which marks lines of the engine: `launcher.failures` looks for that mark.
+# Below vLLM's own logger, which marks lines of the engine: `launcher.restart_policy` looks for that mark.
 _log = logging.getLogger("vllm.inference.worker")
 # It warns at every update of each layer without weights.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

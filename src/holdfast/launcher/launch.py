@@ -38,7 +38,6 @@ from holdfast.launcher.devices import (
     this_machine,
     with_engines,
 )
-from holdfast.launcher.failures import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.forecast import (
     PlannedEngine,
     fit_gpu,
@@ -69,6 +68,7 @@ from holdfast.launcher.preflight import (
     summary,
 )
 from holdfast.launcher.rendezvous import with_outer_nodes
+from holdfast.launcher.restart_policy import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.restarts import watch
 from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume, write_config
 from holdfast.launcher.resume.prepare import prepare

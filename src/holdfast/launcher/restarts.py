@@ -23,7 +23,10 @@ from holdfast.config.inference import is_engine
 from holdfast.errors import STORAGE_FAILED, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
-from holdfast.launcher.failures import (
+from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
+from holdfast.launcher.node_group import NodeGroup
+from holdfast.launcher.plan import EVALUATION, Plan
+from holdfast.launcher.restart_policy import (
     FailureDetector,
     RestartLimit,
     RestartPolicy,
@@ -34,9 +37,6 @@ from holdfast.launcher.failures import (
     profile_lines,
     report_stop,
 )
-from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
-from holdfast.launcher.node_group import NodeGroup
-from holdfast.launcher.plan import EVALUATION, Plan
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.launcher.side_processes import SideProcesses
 from holdfast.launcher.supervisor import REFRESH_S, STOP_TIMEOUT_S, Child, Supervisor

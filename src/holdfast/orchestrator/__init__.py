@@ -1,7 +1,7 @@
 """The orchestrator: turns environments and inference servers into batches of scored rollouts.
 
     main                                    the program, from the settings to the last batch
-    pipeline, batch_maker                   one batch after another: its policy version, its tasks, its groups
+    batch_pipeline, batch_maker             one batch after another: its policy version, its tasks, its groups
     episodes, worker, workers               play and score one prompt group, here or in worker processes
     generation_log, state                   what the orchestrator keeps to resume exactly
     weight_sync, teacher, judge_client      weights for the engines; a teacher; judges

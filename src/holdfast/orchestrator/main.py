@@ -17,6 +17,7 @@ from holdfast.config.load import read_toml
 from holdfast.config.orchestrator import OrchestratorConfig, check_rounds
 from holdfast.errors import CheckpointError, ConfigError, EnvironmentFailure
 from holdfast.orchestrator.batch_maker import BatchMaker, adopt_curricula, adopt_mix
+from holdfast.orchestrator.batch_pipeline import BatchPipeline, BatchPublisher, version_for
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.env.guard import beating, place_of, watching_calls
@@ -26,7 +27,6 @@ from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.orchestrator.evaluation.evaluator import load_evaluation
 from holdfast.orchestrator.group_players import starting_workers
 from holdfast.orchestrator.judge_client import judging
-from holdfast.orchestrator.pipeline import BatchPipeline, BatchPublisher, version_for
 from holdfast.orchestrator.rounds import RoundsMaker
 from holdfast.orchestrator.state import OrchestratorState, read_state
 from holdfast.orchestrator.tasks import FreezeTolerantLoop, phase, run_until_stopped

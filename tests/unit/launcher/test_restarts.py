@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.errors import NOT_SAVED, STORAGE_FAILED, ProcessDied
-from holdfast.launcher import failures, restarts
-from holdfast.launcher.failures import RestartLimit, engine_failure
+from holdfast.launcher import restart_policy, restarts
+from holdfast.launcher.restart_policy import RestartLimit, engine_failure
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.run.run_dir import RunDir
 from tests.runs.ports import free_port
@@ -141,8 +141,8 @@ def test_a_giving_up_that_nobody_hears_of(stands: Stands, capfd: pytest.CaptureF
 def test_a_stop_while_evaluations_are_started_again_ends_the_run(
     stands: Stands, when: When, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "_FIRST_DELAY_S", 1e6)
-    monkeypatch.setattr(failures, "_LAST_DELAY_S", 1e6)
+    monkeypatch.setattr(restart_policy, "_FIRST_DELAY_S", 1e6)
+    monkeypatch.setattr(restart_policy, "_LAST_DELAY_S", 1e6)
     said = "evaluation ended with exit code 1: starting it again"
     when(lambda: said in told(), lambda: signal.raise_signal(signal.SIGTERM))
     trainer = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); time.sleep(600)"
@@ -272,7 +272,7 @@ def test_the_allowance_is_each_process_own_and_ends() -> None:
 
 def test_what_lies_before_the_window_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(restart_policy, "time", SimpleNamespace(monotonic=lambda: now))
     restarts = RestartLimit(1, 60)
     assert restarts.delay_s("trainer", 1) == 0.2
     now += 59

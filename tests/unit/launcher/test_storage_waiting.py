@@ -25,7 +25,7 @@ from holdfast.errors import (
     is_storage_failure,
 )
 from holdfast.launcher import restarts
-from holdfast.launcher.failures import StorageBackoff, fullest
+from holdfast.launcher.restart_policy import StorageBackoff, fullest
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.process.child import _LossyFile
 from holdfast.process.events import EVENTS_ENV, report

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import STUCK, ProcessDied
-from holdfast.launcher.failures import RestartLimit
 from holdfast.launcher.liveness import Health, LivenessMonitor
+from holdfast.launcher.restart_policy import RestartLimit
 from holdfast.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV, Wait, show_stacks
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S

@@ -16,13 +16,13 @@ from holdfast.config.orchestrator import ClientConfig, OrchestratorConfig
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.orchestrator import main
 from holdfast.orchestrator.batch_maker import adopt_mix, next_environment, select
+from holdfast.orchestrator.batch_pipeline import BatchPublisher, BatchTimes, batch_metrics
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.pool import EngineCounts
 from holdfast.orchestrator.env.guard import place_of
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.generation_log import GenerationLog, discard_generations
 from holdfast.orchestrator.main import find_start
-from holdfast.orchestrator.pipeline import BatchPublisher, BatchTimes, batch_metrics
 from holdfast.orchestrator.state import OrchestratorState, TaskSeed, request_seed
 from holdfast.orchestrator.tasks import SessionSlots
 from holdfast.orchestrator.weight_sync import PublishedWeights, WeightPusher, describe_weights, wait_for_weights

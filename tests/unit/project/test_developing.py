@@ -79,7 +79,7 @@ def test_a_metric_is_a_line_and_a_row(tmp_path: Path) -> None:
     (name,) = re.findall(r'^ +"([\w/]+)": ', copy.added_lines()[0])
     (row,) = re.findall(r"^\| `([\w/]+)` ", copy.added_lines()[1])
     assert name == row
-    copy.python("-c", "import holdfast.orchestrator.pipeline")
+    copy.python("-c", "import holdfast.orchestrator.batch_pipeline")
 
 
 @pytest.mark.docs

@@ -19,7 +19,7 @@ from holdfast.cli import COMMANDS
 from holdfast.config import InferenceConfig, RlConfig
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.resolved import FREE
-from holdfast.launcher import failures, liveness, server_choice
+from holdfast.launcher import liveness, restart_policy, server_choice
 from holdfast.orchestrator.client import http, pool
 from holdfast.orchestrator.env import guard
 from holdfast.run import record_log
@@ -311,7 +311,8 @@ def test_constants_that_the_guarantees_name_are_those_of_the_code() -> None:
         f"for {['no', 'one', 'two'][round(http._RETRY_FAILING_S / 60)]} minutes with 500",
         f"silent from {liveness._FIRST_BEAT_S:g} s after its start",
         f"named after {guard.NAMED_AFTER_S:g} s with environment",
-        f"after {failures._STORAGE_FIRST_DELAY_S:g} s, then 2, 4, ... up to {failures._STORAGE_LAST_DELAY_S:g} s",
+        f"after {restart_policy._STORAGE_FIRST_DELAY_S:g} s, then 2, 4, "
+        f"... up to {restart_policy._STORAGE_LAST_DELAY_S:g} s",
         f"takes the server at port {InferenceConfig().server.port} if it is nobody's",
         f"waits up to {server_choice._ENDING_S:g} s for what a killed launcher",
         f"The answers of the last {1000 * record_log._BETWEEN_SYNCS_S:g} ms",

@@ -13,8 +13,8 @@ from holdfast.commands.ckpt_dirs import CheckpointDirs
 from holdfast.errors import ReadError, RunDirError, is_storage_failure
 from holdfast.launcher.resume.remote import fetch
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_damaged
+from holdfast.orchestrator.batch_pipeline import version_for
 from holdfast.orchestrator.main import find_start
-from holdfast.orchestrator.pipeline import version_for
 from holdfast.orchestrator.state import OrchestratorState
 from holdfast.protocol.rollouts import Batch
 from holdfast.remote.checkpoints import RemoteCheckpoints

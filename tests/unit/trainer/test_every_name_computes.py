@@ -16,7 +16,7 @@ from docs_tools.listing import texts_of
 from holdfast.config import TrainerConfig
 from holdfast.config.algorithm import PolicyLossConfig
 from holdfast.config.base import KlEstimator
-from holdfast.config.named_algorithms import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
+from holdfast.config.losses_and_advantages import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig
 from holdfast.protocol.rollouts import Batch, Rewards, StepRewards, TokenIds
 from holdfast.run.run_dir import REFERENCE_NAME

@@ -13,7 +13,7 @@ import pytest
 from holdfast.config import SftConfig
 from holdfast.config.base import CkptConfig
 from holdfast.errors import RunDirError
-from holdfast.launcher.failures import exit_report
+from holdfast.launcher.restart_policy import exit_report
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.run import lock
 from holdfast.run.run_dir import RunDir

@@ -3,7 +3,7 @@
 Each returns losses per pair. The program divides by the pairs of the whole optimizer step, over all ranks and
 micro-batches, so a step has one loss however it is split.
 
-To add one: its function here, and its line in `holdfast.config.named_algorithms`.
+To add one: its function here, and its line in `holdfast.config.losses_and_advantages`.
 
 Shape legend: P pairs, A answers that are labelled one by one.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.config.named_algorithms import PREFERENCE_LOSSES
+from holdfast.config.losses_and_advantages import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
 
 _LARGEST_LOGPROB = -1e-9

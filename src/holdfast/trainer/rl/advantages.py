@@ -4,7 +4,7 @@ The first ones take the rewards of one problem and nothing else, for any trainin
 a batch (`ScoredRollout`); the critic's advantage takes the rewards and values of one rollout's tokens. A rollout has
 one advantage, or one per token.
 
-To add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.named_algorithms`.
+To add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.losses_and_advantages`.
 
 Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout, K rewards of parts.
 """
@@ -18,7 +18,7 @@ from itertools import chain
 import numpy as np
 
 from holdfast.errors import TrainingError
-from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout, reward_components
+from holdfast.trainer.rl.token_rewards import Groups, ScoredRollout, reward_components
 
 # Added to the standard deviation, as in verl's `compute_grpo_outcome_advantage`.
 STD_EPSILON = 1e-6

@@ -17,7 +17,7 @@ from operator import attrgetter
 import numpy as np
 
 from holdfast.config.algorithm import CriticConfig
-from holdfast.config.named_algorithms import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.config.losses_and_advantages import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError, TrainingError
 from holdfast.process.imports import calling, load_function
@@ -33,7 +33,7 @@ from holdfast.trainer.rl.batch import (
     assign_targets,
     target_values,
 )
-from holdfast.trainer.rl.scored_rollouts import Groups, ScoredRollout
+from holdfast.trainer.rl.token_rewards import Groups, ScoredRollout
 
 Advantage = Callable[[Groups], Sequence[Sequence[AdvantageValue]]]
 

@@ -10,7 +10,7 @@ loss is pi / mu: trained policy over sampler. With a correction, the ratio split
 (pi_old / mu), where pi_old is the trainer's policy at the start of the step. The loss clips the first factor. The
 optimizer cannot change the second factor; `correction_factors` bounds it.
 
-To add a loss, write its function here, and its line in `POLICY_LOSSES` of `holdfast.config.named_algorithms`.
+To add a loss, write its function here, and its line in `POLICY_LOSSES` of `holdfast.config.losses_and_advantages`.
 
 Shape legend: N predicted tokens of the forward pass.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
-from holdfast.config.named_algorithms import POLICY_LOSSES
+from holdfast.config.losses_and_advantages import POLICY_LOSSES
 from holdfast.errors import TrainingError
 from holdfast.process.imports import calling, load_loss
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, bounded, estimate_kl

@@ -23,7 +23,7 @@ from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.rl.auxiliary_models import RewardModel
-from holdfast.trainer.rl.scored_rollouts import OWN_REWARD, reward_components
+from holdfast.trainer.rl.token_rewards import OWN_REWARD, reward_components
 
 
 class RunningMoments(State):

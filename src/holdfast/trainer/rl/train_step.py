@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import TrainerConfig
 from holdfast.config.algorithm import PretrainingConfig, UpdatesConfig
-from holdfast.config.named_algorithms import MODEL_ADVANTAGES
+from holdfast.config.losses_and_advantages import MODEL_ADVANTAGES
 from holdfast.config.training import learning_rate
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_variance
@@ -67,7 +67,7 @@ from holdfast.trainer.rl.losses import (
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.mismatch import MismatchCheck
 from holdfast.trainer.rl.rewards import rewards_of_batch
-from holdfast.trainer.rl.scored_rollouts import attach_rewards
+from holdfast.trainer.rl.token_rewards import attach_rewards
 from holdfast.trainer.session import Stopwatch, TrainSession
 
 

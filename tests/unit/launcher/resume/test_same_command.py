@@ -12,7 +12,7 @@ from holdfast.config.resolved import fingerprint, makes_same_batches
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import learning_rate
 from holdfast.errors import CheckpointError, RunDirError
-from holdfast.launcher.failures import profile_lines
+from holdfast.launcher.restart_policy import profile_lines
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.launcher.resume.config_diff import (
     compare_settings,

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.chat.tokenizer import end_token_ids
 from holdfast.config import RewardTrainingConfig
-from holdfast.config.named_algorithms import PREFERENCE_LOSSES
+from holdfast.config.losses_and_advantages import PREFERENCE_LOSSES
 from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.trainer.data.packing import Sample

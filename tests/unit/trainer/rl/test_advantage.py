@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from holdfast.config.named_algorithms import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.config.losses_and_advantages import (
+    GROUP_ADVANTAGES,
+    MODEL_ADVANTAGES,
+    REWARD_ADVANTAGES,
+    SINGLE_ADVANTAGES,
+)
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.trainer.rl.advantages import dr_grpo, grpo, max_rl, online_dpo, opo, pass_at_k, reinforce_pp, rloo
 from holdfast.trainer.rl.assign_advantages import assign_advantages, build_advantage, require_siblings
 from holdfast.trainer.rl.batch import ADVANTAGE, group_rollouts, to_samples
-from holdfast.trainer.rl.scored_rollouts import ScoredRollout
+from holdfast.trainer.rl.token_rewards import ScoredRollout
 from tests.builders.advantage_settings import NEEDED
 from tests.builders.sampled_rollouts import sampled_rollout
 from tests.builders.scored_rollouts import advantage_of, scored_groups, scored_rollout, step_rollout

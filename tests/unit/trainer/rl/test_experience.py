@@ -35,7 +35,7 @@ from holdfast.trainer.rl.kl import KlPenalty, kl_of_sequences
 from holdfast.trainer.rl.losses import value_loss
 from holdfast.trainer.rl.metrics import explained_variance, value_sums
 from holdfast.trainer.rl.rewards import RunningMoments, shape_rewards, soft_overlong_penalty
-from holdfast.trainer.rl.scored_rollouts import Groups, attach_rewards
+from holdfast.trainer.rl.token_rewards import Groups, attach_rewards
 from tests.builders.slow_preferences import KL_ESTIMATES
 
 REWARDS = [[1.0, 0.25, -0.5], [2.0, 2.5, 0.0]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.config.algorithm import EntropyConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
-from holdfast.config.named_algorithms import POLICY_LOSSES
+from holdfast.config.losses_and_advantages import POLICY_LOSSES
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
