@@ -272,18 +272,15 @@ class Chaos:
         self._start()
 
     def _signal(self, hit: Hit, witness: Witness) -> None:
-        victim, judge = None, self._judge if hit.victim == JUDGE else None
-        while victim is None and not self._run.ended():
+        judge = self._judge if hit.victim == JUDGE else None
+        while not self._run.ended():
             victim = judge.process() if judge is not None else find_process(self._run, hit.victim)
-            if victim is None:
-                self._tend_disk()
-                time.sleep(POLL_S)  # it is just being started again
-        if victim is None:
-            return
-        blow = self._blow(hit)
-        try:
-            victim.send_signal(signal.Signals[hit.kind])
-        except psutil.NoSuchProcess:
+            blow = self._blow(hit)
+            if victim is not None and _send(victim, signal.Signals[hit.kind]):
+                break
+            self._tend_disk()
+            time.sleep(POLL_S)  # it is being started again, or ended before the signal
+        else:
             return
         self._note(blow)
         if hit.victim == "launcher":
@@ -301,6 +298,15 @@ class Chaos:
     def _note(self, blow: Blow) -> None:
         self._blows.append(blow)
         self._say(f"{blow.hit.kind} {blow.hit.victim} after step {blow.step}")
+
+
+def _send(victim: psutil.Process, number: signal.Signals) -> bool:
+    """Send a signal; return False if the process has ended by itself."""
+    try:
+        victim.send_signal(number)
+    except psutil.NoSuchProcess:
+        return False
+    return True
 
 
 @dataclass
