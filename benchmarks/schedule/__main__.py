@@ -87,7 +87,8 @@ class Cluster:
         """Tokens a second of engines that are always full."""
         mean = mean_length(self.median, self.longest)
         one = self.engine
-        return self.engines / ((one.base_s + one.answer_s * one.slots) / one.slots + one.prefill_s * one.prompt / mean)
+        prompt_s = one.prefill_s * one.prompt / self.group
+        return self.engines / ((one.base_s + one.answer_s * one.slots) / one.slots + prompt_s / mean)
 
     @property
     def train_s(self) -> float:
@@ -108,10 +109,15 @@ def mean_length(median: float, longest: int) -> float:
 
 
 def played(engine: Engine, run: list[Answer], tokens: int, *, swapped: bool) -> tuple[float, int]:
-    """Let each answer of one engine sample at most so many tokens; return the seconds and the number of tokens."""
-    seconds = sum(engine.prompt * engine.prefill_s for answer in run if answer.begins)
+    """Let each answer of one engine sample at most so many tokens; return the seconds and the number of tokens.
+
+    An engine computes a prompt once for all answers of a group that run.
+    """
+    running_groups = {answer.group for answer in run if not answer.begins}
+    prompts = {answer.group for answer in run} - (set() if swapped else running_groups)
+    seconds = len(prompts) * engine.prompt * engine.prefill_s
     if swapped:
-        seconds += sum((engine.prompt + answer.done) * engine.prefill_s for answer in run if not answer.begins)
+        seconds += sum(answer.done for answer in run) * engine.prefill_s
     parts = sorted(min(answer.left, tokens) for answer in run)
     before, running = 0, len(run)
     for part in parts:
@@ -128,7 +134,8 @@ def strict(cluster: Cluster, async_level: int) -> float:
     now, trained, ready, begin, total = 0.0, 0.0, {0: 0.0}, (0.0, 0), 0
     for step in range(1, STEPS + 1):
         now = max(now, ready[max(0, step - 1 - async_level)])
-        waiting = [Answer(0, length) for length in cluster.lengths(cluster.answers)]
+        lengths = enumerate(cluster.lengths(cluster.answers))
+        waiting = [Answer(number // cluster.group, length) for number, length in lengths]
         times, running = [now] * cluster.engines, [list[Answer]() for _ in range(cluster.engines)]
         while waiting or any(running):
             number = min((n for n in range(cluster.engines) if running[n] or waiting), key=lambda n: times[n])

@@ -1,8 +1,8 @@
 """The constants of a running engine for `benchmarks.schedule`: `python -m benchmarks.schedule.calibrate URL`.
 
 Asks for so many answers at once, which end at their limit, and fits a decode step of b answers by
-`base_s + answer_s * b`. Long prompts give the seconds of a token of prefill. The server must be idle, and without
-weights of a run.
+`base_s + answer_s * b`. Long prompts give the seconds of a token of prefill. The server must be idle, without
+weights of a run, and just started: prompts that it has seen cost it nothing.
 """
 
 import argparse
