@@ -115,12 +115,20 @@ def run(name: str, argv: list[str]) -> int:
 
         make_output_lossy()  # a run continues if its output cannot be written
     # After parsing: this import takes a second, and a mistake on the command line needs none of it.
-    action: Callable[[Any], int] = getattr(import_module(f"holdfast.{module}"), attribute)
+    act: Callable[[Any], int] = getattr(import_module(f"holdfast.{module}"), attribute)
+
+    def action() -> int:
+        if parsed.variables:
+            from holdfast.run.settings import describe_variables
+
+            print("\n".join(describe_variables(parsed)))
+        return act(parsed)
+
     if getattr(parsed, "log_format", "text") == "text":
-        return action(parsed)
+        return action()
     from holdfast.view.console import run_in_json_lines
 
-    return run_in_json_lines(lambda: action(parsed))
+    return run_in_json_lines(action)
 
 
 def _help() -> str:

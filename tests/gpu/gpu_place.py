@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from tests.conftest import BASE
 from tests.runs.training import SftRun, run_command, write_data
 
-FIGURES_ENV = "HOLDFAST_GPU_FIGURES"
+FIGURES_ENV = "TESTS_GPU_FIGURES"
 """A file that gets one JSON line for every figure."""
 
 TOY = {

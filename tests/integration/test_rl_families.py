@@ -1,5 +1,5 @@
 """Every family through vLLM as `models/families_in_rl.json` says, and a mixture of experts through `rl`. Every night
-twelve, and a fifth of the others by the date; with HOLDFAST_ALL_FAMILIES=1 all.
+twelve, and a fifth of the others by the date; with TESTS_ALL_FAMILIES=1 all.
 """
 
 import os
@@ -37,13 +37,13 @@ def _without_numbers(text: str) -> str:
 
 def _is_tonight(name: str) -> bool:
     tonight = datetime.now(UTC).toordinal() % _NIGHTS
-    return name in EVERY_NIGHT or names().index(name) % _NIGHTS == tonight or "HOLDFAST_ALL_FAMILIES" in os.environ
+    return name in EVERY_NIGHT or names().index(name) % _NIGHTS == tonight or "TESTS_ALL_FAMILIES" in os.environ
 
 
 @pytest.mark.parametrize("name", names())
 def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, mesh: Mesh, tmp_path: Path) -> None:
     if not _is_tonight(name):
-        pytest.skip("another night: HOLDFAST_ALL_FAMILIES=1 takes all")
+        pytest.skip("another night: TESTS_ALL_FAMILIES=1 takes all")
     expected = RESULTS[name]
     if expected != "yes":
         with pytest.raises(Refused) as caught:

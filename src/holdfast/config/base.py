@@ -13,6 +13,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -128,7 +129,9 @@ class Command(Section):
     """The whole configuration of one command: what every command has."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Pairs of settings: a flag of the first removes the second from a file."""
+    """Pairs of settings: the first, given by a flag, removes the second from variables and files, and so on."""
+
+    _variables: dict[str, str] = PrivateAttr(default_factory=dict)
 
     output_dir: Path = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
@@ -141,6 +144,15 @@ class Command(Section):
     nothing. Checked are all settings, local paths, environments and functions of your own (they are imported; the
     constructor of an environment of your own is not called), and every byte of the checkpoint or weights to start
     from. The rows of data on this machine are read. Not checked are names on a hub."""
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Dotted key -> the environment variable that set it."""
+        return self._variables
+
+    def note_variables(self, given: Mapping[str, str]) -> None:
+        """Take note of the variables that set something: dotted key -> name."""
+        self._variables = dict(given)
 
 
 class CkptConfig(Section):

@@ -28,6 +28,7 @@ _ELSEWHERE = Path(__file__).with_name("elsewhere.toml")
 _SIMILAR = 0.75
 _MOST_COLUMNS = 120
 _INDENT = "  "
+VARIABLE_PREFIX = "HOLDFAST_"
 
 
 def first(command: str) -> dict[str, list[str]]:
@@ -127,6 +128,7 @@ def _screen(command: str, summary: str, sections: dict[str, dict[str, Any]], wid
         break_on_hyphens=False,
     )
     lines += ["", f"`{command} --help SECTION` shows a section, `{command} --help-all` every setting."]
+    lines.append(f"A setting may be a variable, too: {variable_of(first(command)['settings'][-1])} (a flag wins).")
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -170,7 +172,7 @@ def hint(name: str, known: Iterable[str]) -> str:
         known: the dotted keys of the command.
     """
     keys = list(known)
-    given = name.lstrip("-").replace("-", "_").lower()
+    given = name.removeprefix(VARIABLE_PREFIX).replace("__", ".").lstrip("-").replace("-", "_").lower()
     parts, names = given.split("."), names_elsewhere()
     for begin in range(len(parts)):
         entry = names.get(".".join(parts[begin:]))
@@ -188,5 +190,12 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f" Did you mean '{_as_given(similar[0], name)}'?" if similar else ""
 
 
+def variable_of(key: str) -> str:
+    """Return the environment variable of a dotted key: `HOLDFAST_OPTIM__LR` of `optim.lr`."""
+    return VARIABLE_PREFIX + key.upper().replace(".", "__")
+
+
 def _as_given(key: str, name: str) -> str:
+    if name.startswith(VARIABLE_PREFIX):
+        return variable_of(key)
     return f"--{key.replace('_', '-')}" if name.startswith("--") else key

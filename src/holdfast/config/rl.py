@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Section, read_section
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.inference import InferenceConfig
-from holdfast.config.load import merged
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig, check_rounds
 from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, WeightsConfig, check_rewards
 from holdfast.config.view import (
@@ -135,6 +134,16 @@ class RlConfig(Command):
         if "log_format" in self.trainer.model_fields_set and "log_format" not in self.model_fields_set:
             self.log_format = self.trainer.log_format
         return self
+
+    def note_variables(self, given: Mapping[str, str]) -> None:
+        """Take note of the variables that set something, in each process that has the setting."""
+        super().note_variables(given)
+        for process in ("trainer", "orchestrator", "inference"):
+            shared = {key: name for key, name in given.items() if process in SHARED.get(key.partition(".")[0], ())}
+            own = {
+                key.removeprefix(f"{process}."): name for key, name in given.items() if key.startswith(f"{process}.")
+            }
+            getattr(self, process).note_variables(shared | own)
 
     @model_validator(mode="before")
     @classmethod
@@ -288,8 +297,18 @@ def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
         raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
     if isinstance(own, Section):  # unset keys stay as the processes have them
         below = [value.model_dump(exclude_unset=True) for value in values[:1] if isinstance(value, Section)]
-        return type(own).model_validate(merged(below[0] if below else {}, own.model_dump(exclude_unset=True)))
+        return type(own).model_validate(_laid_over(below[0] if below else {}, own.model_dump(exclude_unset=True)))
     return values[0] if values else getattr(getattr(config, names[0]), setting)
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section with the settings of `below` where `above` has none."""
+    both = {**below, **above}
+    return both | {
+        key: _laid_over(below[key], value)
+        for key, value in above.items()
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+    }
 
 
 def _hand_down_model(config: RlConfig, names: tuple[str, ...]) -> None:

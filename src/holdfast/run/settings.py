@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from holdfast.run.manifest import MANIFEST_NAME, files_named_in
 from holdfast.run.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from holdfast.config.base import Command
     from holdfast.config.environments import EnvironmentConfig
 
 _SECRETS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "credentials", "authorization"}
@@ -71,6 +73,17 @@ def settings_of_attempt(run_dir: RunDir, attempt: int) -> dict[str, Any]:
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings` with `***` for what the name of a setting, or the form of a URL, says is secret."""
     return {key: _HIDDEN if _is_secret(key, value) else _without_passwords(value) for key, value in settings.items()}
+
+
+def describe_variables(config: Command) -> list[str]:
+    """Return a line for each setting that an environment variable gave, without secrets."""
+    values = flat_settings(config.model_dump(mode="json", exclude_unset=True))
+    lines = []
+    for key, name in config.variables.items():
+        found = {one: value for one, value in values.items() if one == key or one.startswith((f"{key}.", f"{key}["))}
+        said = ", ".join(f"{one} = {json.dumps(value)}" for one, value in without_secrets(found).items())
+        lines.append(f"from the environment variable {name}: {said}")
+    return lines
 
 
 def _is_secret(key: str, value: Any) -> bool:

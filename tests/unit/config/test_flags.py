@@ -15,9 +15,10 @@ from pydantic import BaseModel
 from docs_tools import listing
 from docs_tools.listing import SETTINGS
 from holdfast.config import DpoConfig, RlConfig, SftConfig, help, program_config
+from holdfast.config.flags import flags_of
 from holdfast.config.given import check_given
 from holdfast.config.help import hint, names_elsewhere
-from holdfast.config.load import flags_of, parse_command_line, read_toml, to_toml
+from holdfast.config.load import parse_command_line, read_toml, to_toml
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
 from tests.builders.toy import TOY

@@ -13,7 +13,7 @@ import pytest
 import holdfast
 from docs_tools import api, links, options
 from holdfast.cli import COMMANDS
-from holdfast.config.load import flags_of
+from holdfast.config.flags import flags_of
 from holdfast.config.resolved import FREE
 from tests.conftest import ROOT
 from tests.pages.documentation import Command

@@ -204,7 +204,8 @@ def write_config(attempt: Attempt, name: str, config: Command, *, dry_run: bool,
     path = directory / f"{name}.toml"
     if attempt.inputs and not dry_run:
         atomic.write_file(directory / INPUTS_NAME, checked.encode(attempt.inputs))
-    atomic.write_file(path, checked.with_first_line(to_toml(config)))
+    noted = "".join(f"# {key}: from the environment variable {name}\n" for key, name in config.variables.items())
+    atomic.write_file(path, checked.with_first_line(noted + to_toml(config)))
     if attempt.resume_step is not None and tells:
         _say_what_differs(attempt, name, config)
     return path

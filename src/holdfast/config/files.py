@@ -1,0 +1,45 @@
+"""TOML files of settings: read within limits, each error with the path."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from holdfast.errors import ConfigError
+
+TOO_DEEP = "its values are nested too deeply"
+_MOST_BYTES = 16 << 20
+
+
+def read_file(path: str, shown: str) -> dict[str, Any]:
+    """Return the content of a TOML file. Raise ConfigError if it cannot be read."""
+    try:
+        status = Path(path).stat()
+        # A pipe without a writer would be waited for, and a device may have no end.
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"{shown} is not a regular file, but a pipe or a device")
+        if status.st_size > _MOST_BYTES:
+            raise ConfigError(f"{shown} has {status.st_size} bytes, allowed are {_MOST_BYTES}")
+        return tomli.loads(Path(path).read_bytes().decode())
+    except FileNotFoundError:
+        raise ConfigError(f"{shown}: there is no such file (from {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        # A storage that is away stays the cause: a process that reads its configuration is started again after it.
+        raise ConfigError(f"{shown} cannot be read: {error}") from error
+    except ValueError as error:  # tomli's own, and numbers of thousands of digits
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be used: {TOO_DEEP}") from None
+
+
+def holds(data: Any, key: str) -> bool:
+    """Return whether the content of a file has a dotted key."""
+    for part in key.split("."):
+        if not isinstance(data, Mapping) or part not in data:
+            return False
+        data = data[part]
+    return True

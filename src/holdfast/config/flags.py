@@ -1,0 +1,206 @@
+"""The settings of a command as flags: their names, and the text that the words of a command line give them.
+
+--trainer.optim.lr 1e-5   --no-data.pack   --ckpt   --orchestrator.environments '[{"id": "reverse_text"}]'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from holdfast.config.files import holds
+from holdfast.config.help import hint
+from holdfast.errors import ConfigError
+
+_MOST_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A setting as a flag.
+
+    Attributes:
+        key: dotted.
+        annotation: of the field.
+    """
+
+    key: str
+    annotation: Any
+
+    @property
+    def kinds(self) -> set[Any]:
+        """The types that its annotation names at the top level."""
+        return _kinds(self.annotation)
+
+    @property
+    def words(self) -> set[Any]:
+        """The literal words that it allows, such as `all-linear`."""
+        parts = [self.annotation, *typing.get_args(self.annotation)]
+        return {word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether `--key` and `--no-key` take no value."""
+        return self.kinds == {bool}
+
+    @property
+    def is_section(self) -> bool:
+        """Whether `--key` without a value means the section with its defaults."""
+        return model_in(self.annotation) is not None and not self.kinds & {list, dict}
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its value is a JSON object."""
+        return self.is_section or dict in self.kinds
+
+    @property
+    def is_list(self) -> bool:
+        """Whether its value may be a list."""
+        return bool(self.kinds & {list, tuple})
+
+    def value_of(self, text: str, name: str) -> Any:
+        """Return the value of a text as far as the type is not needed, as pydantic reads numbers.
+
+        Args:
+            name: the flag or variable as it was given, for the error.
+
+        Raise ConfigError if the setting takes JSON and the text is none.
+        """
+        if text == "null" and type(None) in typing.get_args(self.annotation):
+            return None
+        if self.is_table or (self.is_list and text.startswith(("[", "{"))):
+            try:
+                value = json.loads(text)
+            except ValueError as error:
+                shown = f": '{cut(text)}'" if name.startswith("--") else f" ({error})"  # a variable may hold a secret
+                others = "or in a file of the whole configuration (@ FILE.toml)"
+                if self.is_section and name.startswith("--"):
+                    others = f"by single settings ({name}.NAME VALUE), or by a file ({name} @ FILE.toml)"
+                raise ConfigError(
+                    f"a value of {name} is not JSON{shown}. Sections, tables and lists are given as JSON, {others}."
+                ) from None
+            return [value] if self.is_list and not self.is_table and isinstance(value, dict) else value
+        if self.is_list and str not in self.kinds and text not in self.words:
+            return text.split(",")
+        return text
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _kinds(typing.get_args(annotation)[0])
+    if origin in (typing.Union, UnionType):
+        return set().union(*map(_kinds, typing.get_args(annotation))) - {NoneType}
+    return {origin or annotation}
+
+
+@cache
+def flags_of(command: type[BaseModel], prefix: str = "") -> Mapping[str, Flag]:
+    """Return every flag of `command`, such as `--optim.lr`; a switch has a second one, `--no-`."""
+    flags: dict[str, Flag] = {}
+    for name, info in command.model_fields.items():
+        flag = Flag(f"{prefix}{name}", info.annotation)
+        word = flag.key.replace("_", "-")
+        flags[f"--{word}"] = flag
+        if flag.is_switch:
+            flags[f"--no-{word}"] = flag
+        if flag.is_section and (model := model_in(info.annotation)) is not None:
+            flags |= flags_of(model, f"{flag.key}.")
+    return flags
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that an annotation such as `X | None` or `list[X]` is about."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, UnionType, list):
+        found = (model_in(part) for part in typing.get_args(annotation) if part is not NoneType)
+        return next((model for model in found if model), None)
+    return None
+
+
+def read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of the flags by dotted key, and the flag that gave each, as the user wrote it. A repeated list
+    is continued, a repeated table added to.
+
+    Raises:
+        ConfigError: a word that is not a flag, a flag without its value, or a value that is not JSON and must be.
+    """
+    values: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    waiting = list(reversed(words))
+    unknown, stray = [], ""
+    while waiting:
+        word = waiting.pop()
+        name, has_value, value = word.partition("=")
+        if not name.startswith("--"):
+            stray = stray or word
+            continue
+        plain = name.replace("_", "-")
+        flag = known.get(plain)
+        if flag is None:
+            unknown.append(name)
+            if not has_value and waiting and not waiting[-1].startswith("--"):
+                waiting.pop()  # of the unknown flag
+            continue
+        given[flag.key] = name
+        is_negated = plain != f"--{flag.key.replace('_', '-')}"
+        if flag.is_switch and not (has_value or is_negated) and waiting and waiting[-1].lower() in ("true", "false"):
+            value, has_value = waiting.pop(), True
+        if flag.is_switch and (not has_value or is_negated):
+            if has_value:
+                raise ConfigError(f"flag '{name}' takes no value, and was given '{cut(value)}'.")
+            _put(values, flag.key, not is_negated)
+            continue
+        if not has_value:
+            if flag.is_section and not (waiting and _is_a_value(waiting[-1])):
+                value = "{}"
+            elif waiting and _is_a_value(waiting[-1]):
+                value = waiting.pop()
+            else:
+                raise ConfigError(
+                    f"flag '{name}' needs a value. A value that begins with '-' is written with '=', as in "
+                    "--output-dir=-name."
+                )
+        _put(values, flag.key, flag.value_of(value, name))
+    if unknown:
+        keys = [flag.key for flag in known.values()]
+        hints = [f"unknown flag '{name}'.{hint(name, keys)}" for name in dict.fromkeys(unknown)]
+        raise ConfigError("\n       ".join(hints) + " --help lists the sections of settings, --help-all all flags.")
+    if stray:
+        raise ConfigError(f"unexpected '{cut(stray)}'. Settings are '--name value', files '@ file.toml'.")
+    return values, given
+
+
+def _is_a_value(word: str) -> bool:
+    return not word.startswith("-") or re.match(r"-[\d.]", word) is not None
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key. A later flag wins: over settings of a section that it sets, over a section that was unset."""
+    for other in [*values]:
+        inside = other.startswith(f"{key}.") and (not isinstance(value, dict) or holds(value, other[len(key) + 1 :]))
+        if inside or (key.startswith(f"{other}.") and not isinstance(values[other], dict)):
+            del values[other]
+    values[key] = _continued(values.get(key), value)
+
+
+def _continued(before: Any, value: Any) -> Any:
+    if isinstance(before, list) and isinstance(value, list):
+        return [*before, *value]
+    if isinstance(before, dict) and isinstance(value, dict):
+        return {**before, **{name: _continued(before.get(name), one) for name, one in value.items()}}
+    return value
+
+
+def cut(text: str) -> str:
+    """Return a text of the user, cut for a message."""
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} … ({len(text)} characters)"

@@ -1,0 +1,248 @@
+"""The sources of settings, for pydantic-settings: flags over the environment over TOML files over defaults.
+
+    sft @ base.toml @ more.toml --max-steps 20
+    HOLDFAST_TRAINER__OPTIM__LR=1e-5 rl @ rl.toml
+
+The library merges the sources and reads nested names. A source here adds the form in which this project takes text,
+and knows for each setting who gave it: the flag, the variable or the file.
+
+Only variables that begin with `HOLDFAST_` set something. Each such variable is a setting of the command, a variable in
+`VARIABLES`, or one that a setting names (`server.admin_token_env`); any other is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from pydantic_settings.sources.types import EnvNoneType
+
+from holdfast.config.base import Command
+from holdfast.config.files import holds, read_file
+from holdfast.config.flags import Flag, flags_of, model_in, read_flags
+from holdfast.config.help import VARIABLE_PREFIX, hint, variable_of
+from holdfast.errors import ConfigError
+
+VARIABLES = frozenset({
+    # of the user: the token of a server, the directory of caches, an interpreter, an address
+    "HOLDFAST_ADMIN_TOKEN", "HOLDFAST_CACHE", "HOLDFAST_VERIFIERS_PYTHON", "HOLDFAST_PROMETHEUS",
+    # of a scheduler that starts the nodes of a trainer
+    "HOLDFAST_NODE_RANK", "HOLDFAST_RDZV_ENDPOINT",
+    # of processes that a run started
+    "HOLDFAST_ENDPOINT_KEY", "HOLDFAST_EVENTS", "HOLDFAST_HEARTBEAT", "HOLDFAST_LAUNCHER_PID", "HOLDFAST_PROCESS",
+    "HOLDFAST_TEMPLATE_DATE",
+})  # fmt: skip
+"""Variables with the prefix that are not settings."""
+
+
+class Sources:
+    """The sources of one command line, highest first, and who gave each setting."""
+
+    def __init__(self, command: type[Command], argv: Sequence[str]) -> None:
+        known = flags_of(command)
+        files, words = _split_files([*argv], known)
+        self._command = command
+        self.flags, self.flag_of = read_flags(words, known)
+        self.variables, self.variable_of = _read_variables(command)
+        self._unknown = {name: key for key, name in self.variable_of.items() if not _is_known(key, known)}
+        self.files = files
+        _check_nesting(self.variables, self.variable_of)
+
+    @property
+    def set_by_variables(self) -> dict[str, str]:
+        """Dotted key -> the variable that set it, except where a flag gave the same setting."""
+        given = {one: name for key, name in self.variable_of.items() for one in _leaves(key, self.variables[key])}
+        return {key: name for key, name in given.items() if not self.flag_of.keys() & {*_above(key), key}}
+
+    def settings(self) -> BaseModel:
+        """Return the settings, read from the sources and validated by the framework. Raise ValidationError for a
+        value, ConfigError for a variable that sets nothing."""
+        self._check_variables()
+        root = _root_of(self._command)
+        files = [FileSource(root, data) for _, data in reversed(self.files)]
+        return root(
+            _build_sources=((FlagSource(root, self.flags), EnvironmentSource(root, self.variables), *files), {})
+        )
+
+    def _check_variables(self) -> None:
+        """Refuse a variable that is neither a setting nor named by one."""
+        named = set(_texts([self.flags, self.variables, [data for _, data in self.files]]))
+        unknown = [name for name in self._unknown if name not in named]
+        if unknown:
+            known = flags_of(self._command)
+            raise ConfigError("\n       ".join(_say_unknown(name, self._unknown[name], known) for name in unknown))
+        for name in self._unknown:
+            del self.variables[self._unknown[name]], self.variable_of[self._unknown[name]]
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Dotted key -> the flag or else the variable that gave it, as an error names it."""
+        names = {key: f"variable {name}" for key, name in self.variable_of.items()}
+        return names | {key: f"flag {name}" for key, name in self.flag_of.items()}
+
+    def file_of(self, key: str) -> str | None:
+        """Return the file that gave a dotted key, the last if several did."""
+        return next((path for path, data in reversed(self.files) if holds(data, key)), None)
+
+
+@cache
+def _root_of(command: type[Command]) -> type[BaseSettings]:
+    """Return the settings of a command that are read from sources. `command` itself takes what it is given and nothing
+    else: a process of a run, and a section of `rl`, must not read the environment again."""
+    config = SettingsConfigDict(case_sensitive=True, defer_build=True)
+    return type(command.__name__, (BaseSettings, command), {"model_config": config, "__module__": __name__})
+
+
+class _WithAlternatives(PydanticBaseSettingsSource):
+    """Leaves out a setting if a higher source has its alternative."""
+
+    def __call__(self) -> dict[str, Any]:
+        values = super().__call__()  # pyright: ignore[reportAbstractUsage] - of the source beside it
+        for chosen, other in getattr(self.settings_cls, "alternatives", ()):
+            if chosen in self.current_state and other not in self.current_state:
+                values.pop(other, None)
+        return values
+
+
+class FlagSource(EnvSettingsSource):
+    """Flags: the library takes `optim.lr` apart as it takes the names of variables apart."""
+
+    _prefix, _nested = "", "."
+
+    def __init__(self, settings_cls: type[BaseSettings], values: Mapping[str, Any]) -> None:
+        self._values = values
+        super().__init__(
+            settings_cls, env_prefix=self._prefix, env_nested_delimiter=self._nested, env_parse_none_str="null"
+        )
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        # A section stands before its settings, which are put into it.
+        keys = sorted(self._values, key=lambda key: key.count("."))
+        return {
+            self._prefix + key.replace(".", self._nested): EnvNoneType("null") if value is None else value
+            for key, value in ((key, self._values[key]) for key in keys)
+        }
+
+    def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
+        """Return the value: `Flag.value_of` has read it."""
+        return value
+
+
+class EnvironmentSource(_WithAlternatives, FlagSource):
+    """Variables: `HOLDFAST_TRAINER__OPTIM__LR`."""
+
+    _prefix, _nested = VARIABLE_PREFIX, "__"
+
+
+class FileSource(_WithAlternatives, InitSettingsSource):
+    """One TOML file, `@ FILE.toml` or `--section @ FILE.toml`."""
+
+
+def _read_variables(command: type[Command]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of variables by dotted key, and the variable that gave each."""
+    by_key = {flag.key: flag for flag in flags_of(command).values()}
+    values, given = {}, {}
+    for name in sorted(os.environ):
+        if not name.startswith(VARIABLE_PREFIX) or name in VARIABLES:
+            continue
+        key = name.removeprefix(VARIABLE_PREFIX).lower().replace("__", ".")
+        flag, text = by_key.get(key), os.environ[name]
+        if flag is not None and flag.is_switch:
+            text = text.lower()
+        values[key] = flag.value_of(text, name) if flag is not None else _value_in_a_table(text)
+        given[key] = name
+    return values, given
+
+
+def _check_nesting(values: Mapping[str, Any], given: Mapping[str, str]) -> None:
+    """Refuse a section that is set to a value, such as null, beside a setting in it, which would be lost."""
+    for key in values:
+        for above in _above(key):
+            if above in values and not isinstance(values[above], dict):
+                raise ConfigError(
+                    f"variable {given[above]} unsets the section that variable {given[key]} sets: unset one of them."
+                )
+
+
+def _value_in_a_table(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, dict) or not value:
+        yield key
+        return
+    for name, one in value.items():
+        yield from _leaves(f"{key}.{name}", one)
+
+
+def _above(key: str) -> list[str]:
+    """Return the dotted keys of the sections that hold a key, the innermost first."""
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
+
+
+def _is_known(key: str, known: Mapping[str, Flag]) -> bool:
+    """Whether a dotted key is a setting, or lies in a section, whose model refuses it, or in a table with any names."""
+    keys = {flag.key: flag for flag in known.values()}
+    nearest = next((keys[one] for one in _above(key) if one in keys), None)
+    return key in keys or (nearest is not None and nearest.is_table)
+
+
+def _say_unknown(name: str, key: str, known: Mapping[str, Flag]) -> str:
+    inside = next((flag.key for flag in known.values() if flag.is_list and flag.key in _above(key)), None)
+    said = hint(name, [flag.key for flag in known.values()]) or " Unset it, or name it otherwise."
+    if inside is not None:
+        said = f" A list is given whole, as JSON: {variable_of(inside)}='[{{...}}]'."
+    return f"variable {name} sets nothing: this command has no setting '{key}'.{said}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                yield text
+            case list() as items:
+                waiting += items
+            case dict() as entries:
+                waiting += entries.values()
+
+
+def _split_files(argv: list[str], known: Mapping[str, Flag]) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+    """Take every `@ file` and `--section @ file` out of `argv`; return path and content of each, and the rest."""
+    files: list[tuple[str, dict[str, Any]]] = []
+    flags: list[str] = []
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if not word.startswith("@"):
+            flags.append(word)
+            position += 1
+            continue
+        path = word[1:] or (argv[position + 1] if position + 1 < len(argv) else "")
+        position += 1 if word[1:] else 2
+        if not path:
+            raise ConfigError("'@' needs the path of a TOML file after it")
+        content = read_file(path, f"'@ {path}'")
+        if flags and flags[-1].startswith("--") and "=" not in flags[-1]:
+            flag = known.get(flags[-1].replace("_", "-"))
+            if flag is None or model_in(flag.annotation) is not None:  # not a plain setting such as `--clean`
+                for name in reversed(flags.pop().removeprefix("--").replace("-", "_").split(".")):
+                    content = {name: content}
+        files.append((path, content))
+    return files, flags
