@@ -6,8 +6,8 @@
 The library merges the sources and reads nested names. A source here adds the form in which this project takes text,
 and knows for each setting who gave it: the flag, the variable or the file.
 
-Only variables that begin with `HOLDFAST_` set something. Each such variable is a setting of the command, a variable in
-`VARIABLES`, or one that a setting names (`server.admin_token_env`); any other is refused.
+Only variables that begin with `HOLDFAST_` set something. Three kinds are allowed: a setting of the command, a name in
+`VARIABLES`, and a name that a setting gives (`server.admin_token_env`). Any other is refused.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class FlagSource(EnvSettingsSource):
         )
 
     def _load_env_vars(self) -> Mapping[str, str | None]:
-        # A section stands before its settings, which are put into it.
+        # A section comes before its settings: the library puts them into it.
         keys = sorted(self._values, key=lambda key: key.count("."))
         return {
             self._prefix + key.replace(".", self._nested): EnvNoneType("null") if value is None else value
@@ -197,7 +197,7 @@ def _above(key: str) -> list[str]:
 
 
 def _is_known(key: str, known: Mapping[str, Flag]) -> bool:
-    """Whether a dotted key is a setting, or lies in a section, whose model refuses it, or in a table with any names."""
+    """Whether a dotted key is a setting, or is inside a section (its model refuses unknown names) or a table."""
     keys = {flag.key: flag for flag in known.values()}
     nearest = next((keys[one] for one in _above(key) if one in keys), None)
     return key in keys or (nearest is not None and nearest.is_table)
