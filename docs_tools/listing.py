@@ -27,8 +27,9 @@ from pydantic_core import PydanticUndefined
 
 from holdfast import config
 from holdfast.config.base import Command
+from holdfast.config.marks import Mark, Marks, marks_of, models_in
 from holdfast.config.resolved import is_free
-from holdfast.config.rl import SHARED
+from holdfast.config.rl import shared
 
 SETTINGS: dict[str, type[Command]] = {
     "sft": config.SftConfig,
@@ -86,16 +87,31 @@ def tables(command: str) -> list[Table]:
     return list(_tables_of(SETTINGS[command], "", "", False, command))
 
 
+def free_settings() -> set[str]:
+    """Return the settings and sections of training runs that may change on resume, without those below them."""
+    free: set[str] = set()
+    for command in _RESUMES:
+        marks = marks_of(SETTINGS[command])
+        free |= {key for key, own in marks.items() if Mark.FREE in own and not _is_below(key, marks)}
+    return free
+
+
+def _is_below(key: str, marks: dict[str, Marks]) -> bool:
+    """Return whether `key` has its mark from a section."""
+    section = key.rpartition(".")[0].removesuffix("[]").removesuffix(".NAME")
+    return Mark.FREE in marks.get(section, ())
+
+
 def _tables_of(model: type[BaseModel], key: str, text: str, is_off: bool, command: str) -> Iterator[Table]:
     settings, below, texts = [], [], texts_of(model)
     for name, info in model.model_fields.items():
         place = f"{key}.{name}" if key else name
-        inner = _model_in(info.annotation)
-        if inner is None or default_of(info) not in ("unset", ""):
-            free = is_free(place) if command in _RESUMES else None
+        models, below_it = models_in(info.annotation)
+        if not models or default_of(info) not in ("unset", ""):
+            free = is_free(SETTINGS[command], place) if command in _RESUMES else None
             settings.append(Setting(place, kind(info), default_of(info) or "unset", texts[name], free))
-        if inner is not None:
-            below.append((inner[0], place + inner[1], texts[name], default_of(info) == "unset"))
+        for inner in models:
+            below.append((inner, place + below_it, texts[name], default_of(info) == "unset"))
     yield Table(key, text, settings, is_off)
     for inner_model, place, description, inner_off in below:
         page = next((name for name, other in SETTINGS.items() if other is inner_model and name != command), None)
@@ -118,20 +134,6 @@ def texts_of(model: type[BaseModel]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(said))) if name in texts:
                     texts[name] = said
     return {name: " ".join(text.split()) for name, text in texts.items()}
-
-
-def _model_in(annotation: Any) -> tuple[type[BaseModel], str] | None:
-    """Return the model that an annotation is about, and what stands between its name and a key of the model."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, ""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return next((found for part in parts if (found := _model_in(part))), None)
-    if origin is list and (inner := _model_in(parts[0])):
-        return inner[0], "[]" + inner[1]
-    if origin is dict and (inner := _model_in(parts[1])):
-        return inner[0], ".NAME" + inner[1]
-    return None
 
 
 def kind(info: FieldInfo) -> str:
@@ -193,12 +195,12 @@ def _one_line(text: str | None) -> str:
 
 def listing() -> dict[str, Any]:
     """Return what `settings.json` holds: the tables of each command, and the settings that `rl` hands down."""
-    shared: dict[str, list[str]] = {}
-    for setting, processes in SHARED.items():
+    handed_down: dict[str, list[str]] = {}
+    for setting, processes in shared().items():
         for process in processes:
-            shared.setdefault(process, []).append(setting)
+            handed_down.setdefault(process, []).append(setting)
     commands = {command: [asdict(table) for table in tables(command)] for command in SETTINGS}
-    return {"shared": shared, "commands": commands}
+    return {"shared": handed_down, "commands": commands}
 
 
 def json_schema(command: str) -> str:
@@ -216,8 +218,8 @@ def json_schema(command: str) -> str:
 def _models_in(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     yield model
     for info in model.model_fields.values():
-        if inner := _model_in(info.annotation):
-            yield from _models_in(inner[0])
+        for inner in models_in(info.annotation)[0]:
+            yield from _models_in(inner)
 
 
 def text_of_listing() -> str:

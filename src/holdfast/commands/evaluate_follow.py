@@ -30,6 +30,7 @@ from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.inference import ServedModelConfig
 from holdfast.config.load import read_toml
+from holdfast.config.marks import Mark, marked
 from holdfast.errors import CheckpointError, ConfigError, DataError
 from holdfast.launcher.devices import choose_inference, this_machine
 from holdfast.launcher.supervisor import Supervisor
@@ -46,7 +47,6 @@ from holdfast.run.settings import read_settings
 from holdfast.run.timeline import span, start_timeline
 
 _LOOK_S = 1.0
-_ASKED = ("environments", "num_tasks", "samples_per_task", "sampling", "seq_len", "seed")
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,8 @@ def _differing(config: EvaluateConfig, directory: Path) -> list[str]:
         before = read_toml(EvaluateConfig, directory / "config" / "evaluate.toml")
     except ConfigError:  # of another version, or damaged
         return ["settings"]
-    differing = [name for name in _ASKED if getattr(before, name) != getattr(config, name)]
+    asked = marked(EvaluateConfig, Mark.ANSWERS)
+    differing = [name for name in asked if getattr(before, name) != getattr(config, name)]
     if _is_of_others(before.inference.model, config.inference.model, directory):
         differing.append("weights")
     if before.inference.engine.args != config.inference.engine.args:

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from holdfast.config.marks import Mark
 from holdfast.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
@@ -133,13 +134,13 @@ class Command(Section):
 
     _variables: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    output_dir: Path = Path("outputs")
+    output_dir: Annotated[Path, Mark.FREE, Mark.SHARED, Mark.PLACE] = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
 
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Annotated[int, Mark.SHARED] = Field(default=0, ge=0, lt=2**31)
     """The one seed from which data order, initialisation and sampling are derived."""
 
-    dry_run: bool = False
+    dry_run: Annotated[bool, Mark.FREE, Mark.PLACE] = False
     """Make the checks that a real run makes before it starts anything, write the resolved TOML, print the plan, start
     nothing. Checked are all settings, local paths, environments and functions of your own (they are imported; the
     constructor of an environment of your own is not called), and every byte of the checkpoint or weights to start
@@ -184,15 +185,15 @@ class CkptConfig(Section):
     """Copy every committed checkpoint there as well, in the background: `s3://bucket/prefix` or any
     other URL of fsspec. A resume finds there what this machine does not have."""
 
-    resume_step: int | Literal["latest", "auto"] | None = None
+    resume_step: Annotated[int | Literal["latest", "auto"] | None, Mark.PLACE] = None
     """Continue from this step: a number, `latest` (-1 is the same; an error if there is none),
     or `auto` (the newest, or a fresh start if there is none)."""
 
-    resume_dir: Path | None = None
+    resume_dir: Annotated[Path | None, Mark.PLACE] = None
     """Fork another run: start this one from OTHER/checkpoints/step_N with everything that it holds.
     Together with `resume_step = auto`, this run's own checkpoints come first."""
 
-    init_from: Path | None = None
+    init_from: Annotated[Path | None, Mark.PLACE] = None
     """Warm start: take the weights of a checkpoint or a Hugging Face directory and nothing else;
     optimizer, counters and data start from scratch."""
 

@@ -3,11 +3,12 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from holdfast.config.base import Section, Url
+from holdfast.config.marks import Mark
 from holdfast.protocol.rollouts import Sampling
 
 _FIXED = ("model", "messages", "temperature", "n", "stream")
@@ -215,7 +216,7 @@ METRIC_GROUPS = frozenset({
 class EnvironmentConfig(Section):
     """One environment of the mix."""
 
-    id: str
+    id: Annotated[str, Mark.ANSWERS]
     """A built-in environment (`reverse_text`, `jsonl`), `verifiers:ID`, or `module:Class`."""
 
     name: str | None = None
@@ -227,21 +228,21 @@ class EnvironmentConfig(Section):
     group_size: int | None = Field(default=None, ge=1)
     """Rollouts of one problem of this environment; unset: the `group_size` of all. Not of evaluations."""
 
-    sampling: EnvironmentSamplingConfig | None = None
+    sampling: Annotated[EnvironmentSamplingConfig | None, Mark.ANSWERS] = None
     """Other sampling for this environment: `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, each unset: the
     `sampling` of all."""
 
-    seq_len: int | None = Field(default=None, ge=2)
+    seq_len: Annotated[int | None, Mark.ANSWERS] = Field(default=None, ge=2)
     """Most tokens of one rollout of this environment, prompt included, or of each of its branches; unset: the `seq_len`
     of all, the largest."""
 
-    args: dict[str, Any] = {}
+    args: Annotated[dict[str, Any], Mark.ANSWERS] = {}
     """Arguments of the environment's constructor; docs/environments.md lists the arguments of built-in ones."""
 
     curriculum: CurriculumConfig | None = None
     """Levels of difficulty, from which training draws its tasks in turn; unset: only `args`. Not of evaluations."""
 
-    success_reward: float | None = None
+    success_reward: Annotated[float | None, Mark.ANSWERS] = None
     """A rollout with at least this reward counts as solved in `pass@k`; unset: one whose metric `exact` is 1."""
 
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True)
@@ -252,24 +253,24 @@ class EnvironmentConfig(Section):
     """Reaction if the environment raises, misses `timeout_s`, or makes a prompt that leaves no room within `seq_len`:
     end the run, or leave the problem's group out of the batch and count it."""
 
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: Annotated[int, Mark.ANSWERS] = Field(default=8, ge=1)
     """Most turns of a session of an environment with `tools`; the calls of the last one are not answered."""
 
     tool_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one call of a tool; the policy reads when it is over, and the session continues."""
 
-    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = "auto"
+    tool_parser: Annotated[Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"], Mark.ANSWERS] = "auto"
     """Form in which the model writes calls of tools: the form that its chat template shows, or a form by name."""
 
-    mcp_servers: dict[str, McpServerConfig] = {}
+    mcp_servers: Annotated[dict[str, McpServerConfig], Mark.ANSWERS] = {}
     """MCP servers by name, each a `command` or a `url`: the policy may call their tools, beside the environment's."""
 
-    history: Literal["split", "keep"] = "split"
+    history: Annotated[Literal["split", "keep"], Mark.ANSWERS] = "split"
     """If the chat template would rewrite earlier turns when messages follow (without their thoughts): `split` continues
     the session in a new branch, with the prompt that the template makes of the chat; `keep` continues after what was
     sampled."""
 
-    max_branches: int = Field(default=8, ge=1)
+    max_branches: Annotated[int, Mark.ANSWERS] = Field(default=8, ge=1)
     """Most branches of a session with `history = "split"`; a session that needs more ends there and counts as
     truncated. A forward pass of the trainer holds all branches of a rollout, each of up to `seq_len` tokens."""
 

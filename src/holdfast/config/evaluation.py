@@ -1,13 +1,14 @@
 """Configuration of evaluations: the command `evaluate`, and evaluations within `sft` and `dpo`."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Command, LogFormat, ModelConfig
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.inference import InferenceConfig
+from holdfast.config.marks import Mark
 from holdfast.config.orchestrator import (
     EvalConfig,
     EvaluationSamplingConfig,
@@ -23,7 +24,7 @@ class EvaluateConfig(Command):
     output_dir: Path = Path("evaluation")
     """The directory of this one evaluation: every rollout, the summary, logs. The same command again resumes it."""
 
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Annotated[int, Mark.ANSWERS] = Field(default=0, ge=0, lt=2**31)
     """Chooses the held-out tasks and the samples; two policies are compared on the same tasks."""
 
     model: ModelConfig | None = None
@@ -36,21 +37,21 @@ class EvaluateConfig(Command):
     step: int | Literal["latest"] = "latest"
     """With `run`: the step, which must have a checkpoint or published weights; `latest`: the newest checkpoint."""
 
-    environments: list[EnvironmentConfig] = []
+    environments: Annotated[list[EnvironmentConfig], Mark.ANSWERS] = []
     """The tasks: `[[environments]]` in TOML, as in training; `weight` means nothing here. Needed, unless they come
     from an RL run."""
 
-    num_tasks: int | None = Field(default=None, ge=1)
+    num_tasks: Annotated[int | None, Mark.ANSWERS] = Field(default=None, ge=1)
     """Tasks of each environment; unset: all tasks of an environment with a certain number (`jsonl`), 128 of an
     environment without an end."""
 
-    samples_per_task: int = Field(default=1, ge=1, le=4096)
+    samples_per_task: Annotated[int, Mark.ANSWERS] = Field(default=1, ge=1, le=4096)
     """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
 
-    sampling: EvaluationSamplingConfig = Field(default_factory=EvaluationSamplingConfig)
+    sampling: Annotated[EvaluationSamplingConfig, Mark.ANSWERS] = Field(default_factory=EvaluationSamplingConfig)
     """Sampling of completions."""
 
-    seq_len: int = Field(default=1024, ge=2)
+    seq_len: Annotated[int, Mark.ANSWERS] = Field(default=1024, ge=2)
     """Most tokens of one rollout, or of each of its branches, prompt included."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
@@ -70,10 +71,10 @@ class EvaluateConfig(Command):
     interval: int | None = Field(default=None, ge=1)
     """With `follow`: evaluate the checkpoints of steps that this divides, and of the last step; unset: all."""
 
-    log_format: LogFormat = "text"
+    log_format: Annotated[LogFormat, Mark.FREE] = "text"
     """Form of stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
 
-    clean: bool = False
+    clean: Annotated[bool, Mark.FREE, Mark.PLACE] = False
     """Remove the evaluation that the output directory already holds, then start from scratch."""
 
     @model_validator(mode="after")

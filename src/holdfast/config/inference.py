@@ -1,10 +1,11 @@
 """Configuration of the inference server."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Command, DType, ModelConfig, Section
+from holdfast.config.marks import Mark
 
 
 class ServedModelConfig(ModelConfig):
@@ -74,24 +75,24 @@ class EngineConfig(Section):
     """`cpu`: compute on the CPU, with vLLM's build for CPUs, though this machine has GPUs. `auto`: what the installed
     vLLM is built for; its build for CPUs is refused on a machine with GPUs."""
 
-    threads: int | None = Field(default=None, ge=1)
+    threads: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
     """CPU threads of the engine; unset: in `rl` all cores, divided by the engines; in `evaluate` all; in `inference`
     half, as in evaluations beside a training; on GPUs what vLLM takes."""
 
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: Annotated[int, Mark.FREE] = Field(default=256, ge=1)
     """Most sequences decoded at once."""
 
-    kv_cache_bytes: int = Field(default=134_217_728, ge=1_048_576)
+    kv_cache_bytes: Annotated[int, Mark.FREE] = Field(default=134_217_728, ge=1_048_576)
     """Memory of the key-value cache on CPU."""
 
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    gpu_memory_utilization: Annotated[float | None, Mark.FREE] = Field(default=None, gt=0, le=1)
     """Share of GPU memory that the engine may use. Unset: 0.9; on the only GPU, shared with the trainer, what a step
     leaves by its plan; 0.4 on several shared GPUs, or without a plan (docs/memory.md)."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that one model is split over."""
 
-    eager: bool | None = None
+    eager: Annotated[bool | None, Mark.DEVICE] = None
     """Skip torch.compile and CUDA graphs: starts 15-30 s sooner, slower on GPUs. Unset: only on a CPU."""
 
     args: dict[str, str | int | float | bool] = {}
@@ -114,7 +115,7 @@ class InferenceConfig(Command):
     model: ServedModelConfig = Field(default_factory=ServedModelConfig)
     """The model to serve."""
 
-    server: ServerConfig = Field(default_factory=ServerConfig)
+    server: Annotated[ServerConfig, Mark.FREE] = Field(default_factory=ServerConfig)
     """Address and access."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -124,7 +125,7 @@ class InferenceConfig(Command):
     """On GPUs compute every request as if there were no others (vLLM's batch invariance), for less throughput: Hopper
     GPUs and newer. On CPU that holds already, and this changes nothing."""
 
-    engines: int = Field(default=1, ge=1)
+    engines: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
     """Servers that `rl` starts, each with an engine and a log of its own, at `server.port` and the ports after it. On
     GPUs unset: as many as have room on what `trainer.parallel.num_ranks` leaves, or on half of all."""
 

@@ -1,13 +1,14 @@
 """Configuration of the orchestrator."""
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import CkptConfig, Command, ModelConfig, Section, check_url
 from holdfast.config.environments import EnvironmentConfig, RolloutSettings, SamplingConfig
+from holdfast.config.marks import Mark
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import PLAIN_SAMPLING
 
@@ -26,16 +27,16 @@ class DynamicSamplingConfig(Section):
 class ServersConfig(Section):
     """Inference servers, and how long to wait for them."""
 
-    urls: list[str] = Field(min_length=1)
+    urls: Annotated[list[str], Mark.FREE] = Field(min_length=1)
     """Base URL of every engine; a request goes to the least busy engine, or to an engine that has its prefix cached."""
 
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: Annotated[float, Mark.FREE] = Field(default=600.0, gt=0)
     """A request without an answer for this long is kept while its server is healthy."""
 
-    ready_timeout_s: float = Field(default=900.0, gt=0)
+    ready_timeout_s: Annotated[float, Mark.FREE] = Field(default=900.0, gt=0)
     """How long to wait while no server answers, at the start and later."""
 
-    max_concurrency: int = Field(default=256, ge=1)
+    max_concurrency: Annotated[int, Mark.FREE] = Field(default=256, ge=1)
     """Most sessions in flight at once, for each of the servers."""
 
     @field_validator("urls")
@@ -174,7 +175,7 @@ def check_rounds(config: "OrchestratorConfig") -> None:
 class OrchestratorConfig(Command):
     """The orchestrator: environments, rollouts and batches."""
 
-    max_steps: int = Field(default=100, ge=1)
+    max_steps: Annotated[int, Mark.FREE] = Field(default=100, ge=1)
     """Make batches until this step."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -211,23 +212,23 @@ class OrchestratorConfig(Command):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling of completions, unless an environment sets its own."""
 
-    client: ClientConfig = Field(default_factory=ClientConfig)
+    client: Annotated[ClientConfig, Mark.FREE] = Field(default_factory=ClientConfig)
     """Inference servers."""
 
     teacher: TeacherConfig | None = None
     """A teacher for distillation; unset: none."""
 
-    eval: EvalConfig | None = None
+    eval: Annotated[EvalConfig | None, Mark.FREE] = None
     """Evaluations during the run; unset: none."""
 
-    weights_timeout_s: float = Field(default=1800.0, gt=0)
+    weights_timeout_s: Annotated[float, Mark.FREE] = Field(default=1800.0, gt=0)
     """Give up if the trainer publishes no weights, and no process makes progress, for this long."""
 
-    hang_timeout_s: float = Field(default=900.0, gt=0)
+    hang_timeout_s: Annotated[float, Mark.FREE] = Field(default=900.0, gt=0)
     """An event loop that is blocked for this long counts as hung. A shorter `timeout_s` ends calls of an environment
     before."""
 
-    ckpt: CkptConfig | None = None
+    ckpt: Annotated[CkptConfig | None, Mark.FREE] = None
     """Only `resume_step`, and `verify` while it is looked up, matter here: the trainer commits the checkpoints."""
 
     @property

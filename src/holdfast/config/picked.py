@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
+from holdfast.config.marks import Picked, marks_of
+from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import LoraConfig, TrainingCommand
 
-PICKABLE = ("model.activation_checkpointing", "model.logits_chunk_tokens", "row_tokens", "model.lora")
+_COSTS = {
+    key: mark.cost for key, marks in marks_of(TrainerConfig).items() for mark in marks if isinstance(mark, Picked)
+}
+PICKABLE = tuple(sorted((key for key in _COSTS if not key.startswith("model.lora.")), key=_COSTS.__getitem__))
 """By dotted key, the cheapest first."""
 
 

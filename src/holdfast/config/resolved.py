@@ -5,7 +5,6 @@ The fingerprint leaves out free settings, which do not change what is computed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,27 +13,12 @@ import xxhash
 
 from holdfast.config.base import BY_DEVICE, Command, DeviceType, DType
 from holdfast.config.inference import InferenceConfig
+from holdfast.config.marks import Mark, has_mark
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import TrainingCommand, schedule_end
 
 C = TypeVar("C", OrchestratorConfig, InferenceConfig)
-_INDEX = re.compile(r"\[\d+\]")
-
-FREE = frozenset({
-    "output_dir", "dry_run", "clean", "log_format", "keep_attempts", "profile", "ckpt", "max_steps", "epochs",
-    "parallel", "val_interval", "eval",
-    "data.cache_dir", "data.num_proc", "pretraining.data.cache_dir", "pretraining.data.num_proc",
-    "alerts", "journal", "weights", "tracking", "dashboard", "mismatch_limit", "sampler_dtype", "picked",
-    "batch_timeout_s", "hang_timeout_s", "startup_timeout_s", "save_timeout_s",
-    "client", "weights_timeout_s", "environments[].timeout_s",
-    "teacher.urls", "teacher.timeout_s", "teacher.ready_timeout_s", "teacher.max_concurrency",
-    "server", "engines",
-    "engine.threads", "engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_utilization",
-})  # fmt: skip
-"""Settings of any process, by dotted key (`[]`: of every item), that may change on resume. They say where a run is
-stored, how long it lasts, how often it is saved, what is reported about it, which machines and how many it runs on, and
-how long it waits."""
 
 
 def fingerprint(config: TrainingCommand) -> str:
@@ -52,10 +36,9 @@ def makes_same_batches(before: C, after: C) -> bool:
     return _computing(before) == _computing(after)
 
 
-def is_free(key: str) -> bool:
-    """Return whether the setting `key`, such as `environments[0].timeout_s`, may change on resume."""
-    name = _INDEX.sub("[]", key)
-    return any(name == free or name.startswith((f"{free}.", f"{free}[")) for free in FREE)
+def is_free(command: type[Command], key: str) -> bool:
+    """Return whether a setting of `command`, such as `environments[0].on_error`, may change on resume."""
+    return has_mark(command, key, Mark.FREE)
 
 
 def slots_of(settings: Mapping[str, Any]) -> int | None:
@@ -68,15 +51,16 @@ def slots_of(settings: Mapping[str, Any]) -> int | None:
 def _computing(config: Command) -> dict[str, Any]:
     settings = config.model_dump(mode="json")
     slots = slots_of(settings)
-    return _without_free(settings, "") | ({} if slots is None else {"slots": slots})
+    return _without_free(type(config), settings, "") | ({} if slots is None else {"slots": slots})
 
 
-def _without_free(value: Any, key: str) -> Any:
+def _without_free(command: type[Command], value: Any, key: str) -> Any:
     if isinstance(value, dict):
         places = {name: f"{key}.{name}" if key else name for name in value}
-        return {name: _without_free(item, places[name]) for name, item in value.items() if not is_free(places[name])}
+        kept = {name: place for name, place in places.items() if not is_free(command, place)}
+        return {name: _without_free(command, value[name], place) for name, place in kept.items()}
     if isinstance(value, list):
-        return [_without_free(item, f"{key}[]") for item in value]
+        return [_without_free(command, item, f"{key}[]") for item in value]
     return value
 
 

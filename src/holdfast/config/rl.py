@@ -3,13 +3,14 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Section, read_section
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.inference import InferenceConfig
+from holdfast.config.marks import Mark, marked, models_in
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig, check_rounds
 from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, WeightsConfig, check_rewards
 from holdfast.config.view import (
@@ -33,42 +34,42 @@ class RlConfig(Command):
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """The inference server; `--inference @ infer.toml`."""
 
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: Annotated[int | None, Mark.SHARED] = Field(default=None, ge=1)
     """For trainer and orchestrator: train until this step."""
 
-    async_level: int | None = Field(default=None, ge=0)
+    async_level: Annotated[int | None, Mark.SHARED] = Field(default=None, ge=0)
     """For trainer and orchestrator: weights of step max(0, N - 1 - async_level) make batch N, except in rounds."""
 
-    model: ModelConfig | None = None
+    model: Annotated[ModelConfig | None, Mark.SHARED] = None
     """For all three: the model."""
 
-    ckpt: CkptConfig | None = None
+    ckpt: Annotated[CkptConfig | None, Mark.SHARED] = None
     """For trainer and orchestrator: checkpoints."""
 
-    journal: JournalConfig | None = None
+    journal: Annotated[JournalConfig | None, Mark.SHARED] = None
     """For the trainer: batches that stay after they are trained."""
 
-    weights: WeightsConfig | None = None
+    weights: Annotated[WeightsConfig | None, Mark.SHARED] = None
     """For the trainer: how new weights reach the engines."""
 
-    tracking: TrackingConfig | None = None
+    tracking: Annotated[TrackingConfig | None, Mark.SHARED] = None
     """For the trainer: experiment trackers that get the metrics."""
 
-    profile: StepWindow | None = None
+    profile: Annotated[StepWindow | None, Mark.SHARED] = None
     """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
     ui.perfetto.dev (docs/console.md)."""
 
-    dashboard: DashboardConfig | None = None
+    dashboard: Annotated[DashboardConfig | None, Mark.SHARED] = None
     """For the trainer: a live report of the run, by default at 127.0.0.1:9466."""
 
-    eval: EvalConfig | None = None
+    eval: Annotated[EvalConfig | None, Mark.SHARED] = None
     """For the orchestrator: evaluations on held-out tasks during the run."""
 
     share_gpus: bool | None = None
     """Let engines and trainer share GPUs; `false`: each has its own. Unset: they share the GPU of a machine with only
     one (docs/your_model.md)."""
 
-    deterministic: bool = False
+    deterministic: Annotated[bool, Mark.SHARED] = False
     """For trainer and engines: the same bits every time on GPUs, too, for more time (docs/guarantees.md)."""
 
     max_restarts: int = Field(default=3, ge=0)
@@ -97,7 +98,7 @@ class RlConfig(Command):
     slurm: SlurmConfig | None = None
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
 
-    log_format: LogFormat = "text"
+    log_format: Annotated[LogFormat, Mark.SHARED] = "text"
     """Form of stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
 
     clean: bool = False
@@ -138,12 +139,13 @@ class RlConfig(Command):
     def note_variables(self, given: Mapping[str, str]) -> None:
         """Take note of the variables that set something, in each process that has the setting."""
         super().note_variables(given)
+        has_it = shared()
         for process in ("trainer", "orchestrator", "inference"):
-            shared = {key: name for key, name in given.items() if process in SHARED.get(key.partition(".")[0], ())}
+            above = {key: name for key, name in given.items() if process in has_it.get(key.partition(".")[0], ())}
             own = {
                 key.removeprefix(f"{process}."): name for key, name in given.items() if key.startswith(f"{process}.")
             }
-            getattr(self, process).note_variables(shared | own)
+            getattr(self, process).note_variables(above | own)
 
     @model_validator(mode="before")
     @classmethod
@@ -160,23 +162,14 @@ class RlConfig(Command):
         return {**given, "trainer": {**trainer, "max_steps": last}}
 
 
-SHARED = {
-    # setting: the processes that have it
-    "output_dir": ("trainer", "orchestrator", "inference"),
-    "seed": ("trainer", "orchestrator", "inference"),
-    "max_steps": ("trainer", "orchestrator"),
-    "async_level": ("trainer", "orchestrator"),
-    "ckpt": ("trainer", "orchestrator"),
-    "model": ("trainer", "orchestrator", "inference"),
-    "journal": ("trainer",),
-    "weights": ("trainer",),
-    "tracking": ("trainer",),
-    "profile": ("trainer",),
-    "dashboard": ("trainer",),
-    "eval": ("orchestrator",),
-    "deterministic": ("trainer", "inference"),
-    "log_format": ("trainer",),
-}
+def shared() -> dict[str, tuple[str, ...]]:
+    """Return every shared setting, and the sections of the processes that have it."""
+    fields = RlConfig.model_fields
+    processes = {name: models_in(fields[name].annotation)[0][0] for name in ("trainer", "orchestrator", "inference")}
+    return {
+        setting: tuple(name for name, process in processes.items() if setting in process.model_fields)
+        for setting in marked(RlConfig, Mark.SHARED)
+    }
 
 
 def hand_down_shared(config: RlConfig) -> RlConfig:
@@ -187,7 +180,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     _check_teacher(config)
     _check_truncation(config)
     check_rewards(config.trainer, config.orchestrator)
-    for setting, names in SHARED.items():
+    for setting, names in shared().items():
         if setting == "model":
             _hand_down_model(config, names)
             continue

@@ -28,6 +28,7 @@ from holdfast.config.losses_and_advantages import (
     REWARD_ADVANTAGES,
     SINGLE_ADVANTAGES,
 )
+from holdfast.config.marks import Mark, Picked
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.training import PolicyOptimConfig, TrainingCommand
 from holdfast.config.view import AlertsConfig
@@ -215,29 +216,29 @@ class TrainerConfig(TrainingCommand):
     pretraining: PretrainingConfig | None = None
     """Supervised samples beside the rollouts."""
 
-    alerts: AlertsConfig = Field(default_factory=AlertsConfig)
+    alerts: Annotated[AlertsConfig, Mark.FREE] = Field(default_factory=AlertsConfig)
     """Values of metrics that raise an alert."""
 
-    mismatch_limit: float | None = Field(default=None, gt=0, allow_inf_nan=True)
+    mismatch_limit: Annotated[float | None, Mark.FREE] = Field(default=None, gt=0, allow_inf_nan=True)
     """Largest `mismatch_kl`, in nats a token, of rollouts by the very weights that a step trains: above it trainer and
     engine compute different models, and the run ends before it trains on them. Unset: 1e-6 in float32 (1e-3 where
     sampling cuts tokens), 0.05 where trainer or engines are in bfloat16; `inf`: never."""
 
-    sampler_dtype: DType | None = None
+    sampler_dtype: Annotated[DType | None, Mark.FREE] = None
     """Dtype of the engines, which decides what difference counts as rounding; unset: `model.dtype`. `rl` fills in the
     value of its inference server."""
 
-    journal: JournalConfig = Field(default_factory=JournalConfig)
+    journal: Annotated[JournalConfig, Mark.FREE] = Field(default_factory=JournalConfig)
     """Batches that stay after they are trained."""
 
-    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    weights: Annotated[WeightsConfig, Mark.FREE] = Field(default_factory=WeightsConfig)
     """How new weights reach the engines."""
 
-    row_tokens: int = Field(default=4096, ge=2)
+    row_tokens: Annotated[int, Picked(2)] = Field(default=4096, ge=2)
     """Token budget of one forward pass of one rank: a packed row, or with a model that cannot be packed
     (docs/models.md) rows of one sample each, with their padding."""
 
-    picked: list[str] = []
+    picked: Annotated[list[str], Mark.FREE] = []
     """Written by `rl`: the settings that it picked so that a step fits the GPU that trainer and engine share. A resumed
     run keeps their values."""
 
@@ -249,16 +250,16 @@ class TrainerConfig(TrainingCommand):
     async_level: int = Field(default=1, ge=0)
     """Weights of step max(0, N - 1 - async_level) make batch N, except in rounds; they are kept that long."""
 
-    batch_timeout_s: float = Field(default=1800.0, gt=0)
+    batch_timeout_s: Annotated[float, Mark.FREE] = Field(default=1800.0, gt=0)
     """Give up when the orchestrator publishes no batch, and nobody gets anything else done, for this long."""
 
-    hang_timeout_s: float = Field(default=1200.0, gt=0)
+    hang_timeout_s: Annotated[float, Mark.FREE] = Field(default=1200.0, gt=0)
     """A rank that makes no progress within a step for this long, from one micro-batch to the next, counts as hung."""
 
-    startup_timeout_s: float = Field(default=7200.0, gt=0)
+    startup_timeout_s: Annotated[float, Mark.FREE] = Field(default=7200.0, gt=0)
     """The same until the end of the first step: loading, and compiling where that is on."""
 
-    save_timeout_s: float = Field(default=7200.0, gt=0)
+    save_timeout_s: Annotated[float, Mark.FREE] = Field(default=7200.0, gt=0)
     """The same while weights are published and checkpoints saved."""
 
     @property

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from holdfast.config.base import BY_DEVICE, CkptConfig, Command, DType, LogFormat, ModelConfig, Section
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.evaluation import CheckpointEvalConfig
+from holdfast.config.marks import Mark, Picked, marked
 from holdfast.config.view import (
     DashboardConfig,
     ProfiledSteps,
@@ -65,7 +66,7 @@ class TrainedModelConfig(ModelConfig):
     transformers) or the name of a transformers attention implementation, such as `flash_attention_2`. `sdpa` and
     `eager` get one sample a row."""
 
-    activation_checkpointing: bool | None = None
+    activation_checkpointing: Annotated[bool | None, Mark.DEVICE, Picked(0)] = None
     """Recompute each layer in the backward pass: less memory, about a third more time. Unset: only on CUDA."""
 
     compile: bool = False
@@ -75,10 +76,10 @@ class TrainedModelConfig(ModelConfig):
     """Compute logits in float32 if `dtype` is bfloat16. Hidden states and weights of the output layer stay bfloat16;
     sums of their products are float32. `rl` gives it to its inference server."""
 
-    logits_chunk_tokens: int | None = Field(default=None, ge=1)
+    logits_chunk_tokens: Annotated[int | None, Mark.DEVICE, Picked(1)] = Field(default=None, ge=1)
     """Logits exist for at most this many tokens at once. Unset: 1024 on CUDA, 4096 on CPU."""
 
-    lora: LoraConfig | None = None
+    lora: Annotated[LoraConfig | None, Picked(3)] = None
     """Train LoRA adapters instead of the weights; a bare `--model.lora` takes the defaults."""
 
     @property
@@ -235,7 +236,7 @@ class OptimConfig(Section):
     """`adamw`, or `muon` for the matrices of the decoder layers, with AdamW for embeddings, head, norms, biases and
     stacked experts. Muon's updates are scaled to the size of AdamW's, so the same rates suit both."""
 
-    lr: float = Field(default=1e-5, gt=0)
+    lr: Annotated[float, Mark.RATE] = Field(default=1e-5, gt=0)
     """Peak learning rate."""
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -257,14 +258,14 @@ class OptimConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Clip the global gradient norm to this; `inf`: never clip."""
 
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Annotated[Literal["constant", "linear", "cosine"], Mark.RATE] = "constant"
     """Shape of the learning rate after warm-up, until `schedule_steps`: `constant`, or a line or half a cosine that
     begins at `lr`."""
 
     schedule_steps: int | None = Field(default=None, ge=1)
     """Last step of the schedule; unset: max_steps. Later steps keep its rate."""
 
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, Mark.RATE] = Field(default=0, ge=0)
     """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -361,8 +362,7 @@ class DpoOptimConfig(SupervisedOptimConfig):
 _LORA_RATE = 10
 """Schulman et al. 2025, LoRA Without Regret: the best rate of adapters is about ten times the rate of whole weights."""
 _WARMUP_SHARE = 10
-RATES = ("lr", "schedule", "warmup_steps")
-"""Settings of an optimizer that a run keeps when it resumes, unless they are given."""
+RATES = marked(OptimConfig, Mark.RATE)
 
 
 class TrainingCommand(Command):
@@ -371,23 +371,23 @@ class TrainingCommand(Command):
     program: ClassVar[str]
     """Name of the program: of its command, its module in `holdfast.trainer.programs`, and in its checkpoints."""
 
-    max_steps: int = Field(default=100, ge=1)
+    max_steps: Annotated[int, Mark.FREE] = Field(default=100, ge=1)
     """Train until this optimizer step (counted from the start of the run, also on resume)."""
 
-    clean: bool = False
+    clean: Annotated[bool, Mark.FREE, Mark.PLACE] = False
     """Remove a run that the output directory already holds, then start from scratch."""
 
     deterministic: bool = False
     """On GPUs take algorithms that give the same bits every time, for more time a step, and fail if there is none.
     On CPU all do, and this changes nothing."""
 
-    log_format: LogFormat = "text"
+    log_format: Annotated[LogFormat, Mark.FREE] = "text"
     """Form of stdout: lines for people, or `json`: one JSON object a line, see docs/console.md."""
 
-    keep_attempts: Annotated[int, Field(ge=1)] | Literal["all"] = 20
+    keep_attempts: Annotated[Annotated[int, Field(ge=1)] | Literal["all"], Mark.FREE] = 20
     """Keep logs, settings, and what was set aside, of this many of the newest starts and restarts, or of `all`."""
 
-    profile: StepWindow | None = None
+    profile: Annotated[StepWindow | None, Mark.FREE] = None
     """Steps of the trainer to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for
     ui.perfetto.dev (docs/console.md)."""
 
@@ -397,16 +397,16 @@ class TrainingCommand(Command):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     """Optimizer and learning-rate schedule."""
 
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, Mark.FREE] = Field(default_factory=ParallelConfig)
     """Ranks, threads and devices."""
 
-    ckpt: CkptConfig | None = None
+    ckpt: Annotated[CkptConfig | None, Mark.FREE] = None
     """Checkpoints: off unless given; a bare `--ckpt` writes the final step."""
 
-    tracking: TrackingConfig | None = None
+    tracking: Annotated[TrackingConfig | None, Mark.FREE] = None
     """Experiment trackers that get the metrics: none unless given; a bare `--tracking` writes for TensorBoard."""
 
-    dashboard: DashboardConfig | None = None
+    dashboard: Annotated[DashboardConfig | None, Mark.FREE] = None
     """Serve the report of the run during the run: not unless given; a bare `--dashboard` at 127.0.0.1:9466."""
 
     @property
@@ -519,11 +519,11 @@ class SftDataConfig(Section):
     shuffle: bool = True
     """A new order every epoch, from `seed`; off: file order."""
 
-    num_proc: int | None = Field(default=None, ge=1)
+    num_proc: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
     """Processes of each machine that tokenise more than a few thousand rows; unset: one for each core that the trainer
     may run on. The samples are the same with any number."""
 
-    cache_dir: str | None = None
+    cache_dir: Annotated[str | None, Mark.FREE] = None
     """Directory in which more than a few thousand rows are kept tokenised, for the next start and for rows that do not
     fit into memory; unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. Unused
     directories in it can be deleted."""
@@ -537,7 +537,7 @@ class SupervisedCommand(TrainingCommand):
     max_steps: int = Field(default=0, ge=1, validate_default=False)
     """Train until this optimizer step (counted from the start of the run, also on resume). Unset: for `epochs`."""
 
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: Annotated[float | None, Mark.FREE] = Field(default=None, gt=0)
     """Train on all samples this many times, in the place of `max_steps`. Unset, as well as that: 1."""
 
     optim: SupervisedOptimConfig = Field(default_factory=SupervisedOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
@@ -546,7 +546,7 @@ class SupervisedCommand(TrainingCommand):
     data: SftDataConfig = Field(default_factory=SftDataConfig)
     """Samples and batches."""
 
-    val_interval: int | None = Field(default=None, ge=1)
+    val_interval: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
     """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
 
     slurm: SlurmConfig | None = None
@@ -573,7 +573,7 @@ NOT_ON_NODES = (
 class EvaluatedCommand(SupervisedCommand):
     """Settings of every training program of a policy on rows of data."""
 
-    eval: CheckpointEvalConfig | None = None
+    eval: Annotated[CheckpointEvalConfig | None, Mark.FREE] = None
     """Evaluations on held-out tasks during training; unset: none."""
 
     @model_validator(mode="after")

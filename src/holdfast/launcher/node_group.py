@@ -25,7 +25,7 @@ from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError, NodeLost, ProcessDied, RunDirError
 from holdfast.launcher.rendezvous import Rendezvous, free_port
 from holdfast.launcher.resume.attempt import Attempt
-from holdfast.launcher.resume.config_diff import compare_settings
+from holdfast.launcher.resume.config_diff import changed_settings
 from holdfast.process.heartbeat import awake_s
 from holdfast.run import atomic
 from holdfast.run.lock import Holder
@@ -149,9 +149,9 @@ def why_not_together(ours: Registration, theirs: Registration) -> str:
             f"nodes run other code: {_version(ours.code)} on {here}, {_version(theirs.code)} on {there}. Install the "
             "same on all."
         )
-    drift = compare_settings(tomli.loads(ours.settings), tomli.loads(theirs.settings))
-    if differing := sorted(drift.computing + drift.free):
-        lines = "\n  ".join(differing)
+    differing = changed_settings(tomli.loads(ours.settings), tomli.loads(theirs.settings), TrainingCommand)
+    if differing:
+        lines = "\n  ".join(sorted(differing.values()))
         return (
             f"nodes were started with other settings ({here} -> {there}):\n  {lines}\nStart the same command on every "
             "node."

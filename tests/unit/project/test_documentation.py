@@ -13,12 +13,12 @@ import pytest
 import yaml
 from fastapi import Response
 
+from docs_tools.listing import free_settings
 from holdfast import JudgeConfig, TaskSeed, errors, judging
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.cli import COMMANDS
 from holdfast.config import InferenceConfig, RlConfig
 from holdfast.config.environments import EnvironmentConfig
-from holdfast.config.resolved import FREE
 from holdfast.launcher import liveness, restart_policy, server_choice
 from holdfast.orchestrator.client import http, pool
 from holdfast.orchestrator.env import guard
@@ -263,7 +263,7 @@ def test_what_a_resume_may_change_freely_is_listed() -> None:
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     row = next(line for line in page.splitlines() if line.startswith("| free |"))
     documented = {name.removesuffix(".*") for name in re.findall(r"`([^`]+)`", row)}
-    assert documented == FREE - {"dry_run", "clean"}
+    assert documented == free_settings() - {"dry_run", "clean"}
 
 
 def test_messages_to_look_up_are_those_of_the_code() -> None:

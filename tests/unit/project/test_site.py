@@ -12,9 +12,9 @@ import pytest
 
 import holdfast
 from docs_tools import api, links, options
+from docs_tools.listing import free_settings
 from holdfast.cli import COMMANDS
 from holdfast.config.flags import flags_of
-from holdfast.config.resolved import FREE
 from tests.conftest import ROOT
 from tests.pages.documentation import Command
 from tests.pages.runs import Checkout
@@ -154,7 +154,7 @@ def test_settings_are_shown_with_type_default_and_what_a_resume_may_change() -> 
         if row.is_free
     }
     sections = {table.key for command in options._RESUMES for table in options.tables(command)}
-    assert not [key for key in FREE if key not in free | sections]
+    assert not [key for key in free_settings() if key not in free | sections]
 
 
 def test_options_that_newcomers_from_elsewhere_are_told_are_there() -> None:

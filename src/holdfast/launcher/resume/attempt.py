@@ -19,7 +19,7 @@ from holdfast.config.load import to_toml
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
-from holdfast.launcher.resume.config_diff import compare_settings, describe_stretch, settings_of
+from holdfast.launcher.resume.config_diff import compare_settings, describe_stretch
 from holdfast.run import atomic, checked
 from holdfast.run.checkpoints import TRAINER_DIR, Kind, describe_found, kind_of, list_entries, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification, read_manifest, verify
@@ -220,8 +220,8 @@ def _say_what_differs(attempt: Attempt, name: str, config: Command) -> None:
             before, since = saved, f"the checkpoint of step {attempt.resume_step}"
     if not before.exists():
         return
-    old, new = read_settings(before), settings_of(config)
-    for line in compare_settings(old, new).describe(name, since):
+    old = read_settings(before)
+    for line in compare_settings(old, config).describe(name, since):
         print(line)
     if isinstance(config, TrainingCommand):
         stretched = describe_stretch(old, config, step=attempt.resume_step or 0)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from holdfast.config.base import Command
 from holdfast.config.load import to_toml
+from holdfast.config.marks import Mark, has_mark
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.resolved import is_free, slots_of
@@ -34,9 +35,6 @@ _OF_TOKENIZERS = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
 )  # fmt: skip
-
-# Settings of the place and step at which an attempt starts, not of its computation.
-_OF_THE_ATTEMPT = {"output_dir", "dry_run", "clean", "ckpt.resume_step", "ckpt.resume_dir", "ckpt.init_from"}
 
 # Keys of a transformers config, at any depth, that are sizes of tensors or of their parts.
 SIZES = {
@@ -72,23 +70,29 @@ class ConfigDiff:
         return lines
 
 
-def compare_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> ConfigDiff:
+def compare_settings(before: Mapping[str, Any], after: Command) -> ConfigDiff:
     """Return what differs between two resolved configurations of one process."""
+    changed = changed_settings(before, settings_of(after), type(after))
+    return ConfigDiff(
+        computing=[line for key, line in changed.items() if not is_free(type(after), key)],
+        free=[line for key, line in changed.items() if is_free(type(after), key)],
+    )
+
+
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], command: type[Command]) -> dict[str, str]:
+    """Return a line `key: old -> new` for each setting that differs, by its key."""
     new = flat_settings(after)
     known = {key: "float32" for key in new if key.endswith("optim.moments_dtype")}  # what older runs did
     old = known | flat_settings(before)
     changed = {
         key: f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in _OF_THE_ATTEMPT
+        if old.get(key) != new.get(key) and not has_mark(command, key, Mark.PLACE)
     }
     slots = slots_of(before), slots_of(after)
     if None not in slots and slots[0] != slots[1]:
         changed["slots"] = f"client.max_concurrency times engines, the slots of rounds: {slots[0]} -> {slots[1]}"
-    return ConfigDiff(
-        computing=[line for key, line in changed.items() if not is_free(key)],
-        free=[line for key, line in changed.items() if is_free(key)],
-    )
+    return changed
 
 
 def _shown(settings: dict[str, Any], key: str) -> str:

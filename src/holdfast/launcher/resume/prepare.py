@@ -16,7 +16,9 @@ from typing import TypeVar
 from holdfast.config import PROGRAMS
 from holdfast.config.base import CkptConfig, Command
 from holdfast.config.inference import InferenceConfig
+from holdfast.config.marks import Mark, has_mark
 from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.resolved import is_free
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import SupervisedCommand, TrainingCommand, schedule_end
 from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, StorageError
@@ -32,6 +34,7 @@ from holdfast.launcher.resume.config_diff import (
     SIZES,
     change_training,
     changed_inputs,
+    changed_settings,
     compare_settings,
     describe_stretch,
     find_inputs,
@@ -58,7 +61,6 @@ from holdfast.run.weights import read_scaling
 
 _MOST_LINES = 12
 _PROGRAM_FILES = {"trainer" if program == "rl" else program: program for program in PROGRAMS}
-_OF_DEVICES = ("model.activation_checkpointing:", "model.logits_chunk_tokens:", "engine.eager:")
 
 S = TypeVar("S")
 
@@ -266,8 +268,7 @@ def _takes_another_way(
     given = _sections(trainer, orchestrator)
     before = last_started(attempt.run_dir, attempt.number, tuple(given))
     return before is not None and any(
-        compare_settings(read_settings(before / f"{name}.toml"), settings_of(config)).computing
-        for name, config in given.items()
+        compare_settings(read_settings(before / f"{name}.toml"), config).computing for name, config in given.items()
     )
 
 
@@ -525,13 +526,12 @@ def _changes(
 ) -> list[str]:
     """Return a line for each setting that changes the computation of `before`."""
     old = read_settings(before / f"{name}.toml")
-    # The launcher chooses these by the device.
-    chosen = _OF_DEVICES if old.get("parallel", {}).get("device") != trainer.parallel.device else ()
+    is_moved = old.get("parallel", {}).get("device") != trainer.parallel.device
     changed = [
         line
         for section, config in sections.items()
-        for line in compare_settings(read_settings(before / f"{section}.toml"), settings_of(config)).computing
-        if not line.startswith(chosen)
+        for key, line in _differing(before / f"{section}.toml", config).items()
+        if not (is_free(type(config), key) or (is_moved and has_mark(type(config), key, Mark.DEVICE)))
     ]
     if stretched := describe_stretch(old, trainer, step=steps[-1] if steps else 0):
         changed.append(stretched)
@@ -545,6 +545,10 @@ def _changes(
     if not steps and (weights := _init_from(old)) != _init_from(settings_of(trainer)):
         changed.append(f"ckpt.init_from: {weights or 'unset'} -> {_init_from(settings_of(trainer)) or 'unset'}")
     return changed
+
+
+def _differing(before: Path, config: Command) -> dict[str, str]:
+    return changed_settings(read_settings(before), settings_of(config), type(config))
 
 
 def _other_program(run_dir: RunDir, number: int, name: str) -> str | None:

@@ -16,6 +16,7 @@ import xxhash
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig, EnvironmentSamplingConfig
 from holdfast.config.load import read_toml
+from holdfast.config.marks import Mark, marked
 from holdfast.config.orchestrator import EvalConfig, EvaluationSamplingConfig, OrchestratorConfig, check_sections
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.client.client import InferenceClient
@@ -50,8 +51,6 @@ _log = logging.getLogger("orchestrator")
 _NUM_TASKS = 128
 """Default number of tasks of an environment without an end."""
 EVAL_KEY = "eval.environments"
-# Settings that the rollouts of an environment depend on.
-_DECIDES = {"id", "args", "success_reward", "max_turns", "tool_parser", "history", "max_branches", "mcp_servers"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,7 @@ class HeldOutTasks:
 
     def identity(self, policy: Mapping[str, object]) -> dict[str, object]:
         """Return everything that the rollouts of `policy` depend on, as plain values."""
+        decides = set(marked(EnvironmentConfig, Mark.ANSWERS))
         return {
             "policy": policy,
             "libraries": library_versions(),
@@ -91,8 +91,7 @@ class HeldOutTasks:
             "seq_len": self.config.seq_len,
             "environments": {
                 section.label: {
-                    **section.model_dump(mode="json", include=_DECIDES),
-                    **section.model_dump(mode="json", include={"sampling", "seq_len"}, exclude_none=True),
+                    **section.model_dump(mode="json", include=decides, exclude_none=True),
                     "num_tasks": self.counts[section.label],
                     "files": files_of(section),
                 }
