@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.commands.evaluate_follow import _clear_leftovers, _clear_other_evaluation
-from holdfast.commands.evaluated_policy import prepare_directory
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.launcher.evaluation.follow import _clear_leftovers, _clear_other_evaluation
+from holdfast.launcher.evaluation.policy import prepare_directory
 from holdfast.launcher.resume.remote import fetch
 from holdfast.launcher.resume.resume_step import clear_unpublished, set_aside_after, set_aside_damaged
 from holdfast.orchestrator.evaluation.evaluator import HeldOutTasks, PolicyEvaluation, evaluate
@@ -73,10 +73,10 @@ _PLACES = {
     ),
     "an evaluation of other weights": "orchestrator/evaluation/evaluator.py PolicyEvaluation._clear_others",
     "an evaluation that has ended": "orchestrator/evaluation/evaluator.py evaluate",
-    "an evaluation with --clean": "commands/evaluated_policy.py prepare_directory",
+    "an evaluation with --clean": "launcher/evaluation/policy.py prepare_directory",
     "batches": "run/atomic.py remove_directory, run/run_dir.py RunDir.prune_batches",
     "evaluations that are followed": (
-        "commands/evaluate_follow.py _clear_leftovers _clear_other_evaluation, commands/evaluated_policy.py "
+        "launcher/evaluation/follow.py _clear_leftovers _clear_other_evaluation, launcher/evaluation/policy.py "
         "remove_exports"
     ),
     "generations": "orchestrator/generation_log.py discard_generations",
@@ -84,7 +84,7 @@ _PLACES = {
     "leftovers": "launcher/resume/resume_step.py clear_unpublished, run/run_dir.py RunDir.clear_leftovers",
     "old attempts": "run/run_dir.py RunDir.remove_old_attempts",
     "published weights": "run/run_dir.py RunDir.remove_weights_after",
-    "test_damaged_files.py": "commands/evaluated_policy.py weights_of_step",
+    "test_damaged_files.py": "launcher/evaluation/policy.py weights_of_step",
     "test_kill_during_save.py": "trainer/model/publish.py WeightPublisher.prune WeightPublisher.publish",
     "test_kill_during_start.py": (
         "launcher/resume/attempt.py _bring_directory, launcher/resume/prepare.py _make_room _remove_rest _settle, "
@@ -96,7 +96,7 @@ _PLACES = {
     ),
     "test_kill_orchestrator.py": "run/journal.py publish_batch",
     "test_remote.py": "remote/checkpoints.py RemoteCheckpoints._upload",
-    "test_sft_evaluated.py": "commands/evaluate_follow.py _evaluate_step",
+    "test_sft_evaluated.py": "launcher/evaluation/follow.py _evaluate_step",
     "test_token_cache.py": "trainer/data/tokenizing.py make_cached",
     "the next process of the tracker removes the rest": "view/backends.py WandB.begin",
 }

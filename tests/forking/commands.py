@@ -24,7 +24,7 @@ Until = Literal["trained", "prepared"]
 _IMPORTED = (
     "datasets", "datasets.packaged_modules.json.json", "httpx", "pandas", "psutil", "rich.console", "rich.table",
     "torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-    "torch.distributed.launcher.api", "holdfast.commands.evaluate_follow", "holdfast.orchestrator.evaluation.main",
+    "torch.distributed.launcher.api", "holdfast.launcher.evaluation.follow", "holdfast.orchestrator.evaluation.main",
     "holdfast.orchestrator.main", "holdfast.trainer.programs.dpo", "holdfast.trainer.launch",
     "holdfast.trainer.programs.reward_model", "holdfast.trainer.programs.rl", "holdfast.trainer.programs.sft",
     "transformers.models.qwen3.modeling_qwen3", "holdfast.launcher.launch", "holdfast.launcher.resume.remote",

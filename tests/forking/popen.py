@@ -23,7 +23,7 @@ _TRAINER = "holdfast.trainer.launch"
 _ENGINE = "holdfast.inference.main"
 _FORKED = (
     _TRAINER,
-    "holdfast.commands.evaluate_follow",
+    "holdfast.launcher.evaluation.follow",
     "holdfast.orchestrator.main",
     "holdfast.orchestrator.evaluation.main",
 )

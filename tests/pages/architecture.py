@@ -15,6 +15,7 @@ from typing import Any
 import grimp
 
 from tests.conftest import ROOT
+from tests.import_contracts import Layers, add_named_modules
 
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCE = ROOT / "src" / "holdfast"
@@ -47,7 +48,7 @@ class House:
 
 
 def contracts(kind: str) -> list[dict[str, Any]]:
-    """Return the import contracts of one type, such as `layers`, in the order of pyproject.toml."""
+    """Return the import contracts of one type, such as `forbidden`, in the order of pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     return [contract for contract in settings["contracts"] if contract["type"] == kind]
 
@@ -56,7 +57,7 @@ def houses() -> list[House]:
     """Return the houses that the contracts of layers describe."""
     return [
         _house(container, [re.findall(r"\w+", layer) for layer in contract["layers"]])
-        for contract in contracts("layers")
+        for contract in contracts(Layers.type_name)
         for container in contract["containers"]
     ]
 
@@ -134,7 +135,7 @@ def _bodies(node: ast.AST | None) -> Iterator[ast.AST]:
 
 @cache
 def _graph() -> grimp.ImportGraph:
-    return grimp.build_graph("holdfast", exclude_type_checking_imports=True, cache_dir=None)
+    return add_named_modules(grimp.build_graph("holdfast", cache_dir=None), SOURCE.parent)
 
 
 def _house(package: str, floors: list[list[str]]) -> House:

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from holdfast.arguments import Subcommands
-from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
 from holdfast.errors import CheckpointError, ConfigError, ReadError
 from holdfast.process.child import heavy_imports
 from holdfast.run.atomic import is_gone
 from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, kind_of
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.settings import flat_settings, read_settings
+from holdfast.view.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
 from holdfast.view.tables import Grid, Report, age, number, size
 
 _EPILOG = "STEP is a number, `latest`, or the path of a checkpoint such as OTHER/checkpoints/step_20."

@@ -15,10 +15,10 @@ def launch(config: EvaluateConfig) -> int:
     """Evaluate as `config` says; return the exit code. Raise HoldfastError for settings that cannot be used, or what
     ended the evaluation."""
     if config.follow:
-        from holdfast.commands.evaluate_follow import follow
+        from holdfast.launcher.evaluation.follow import follow
 
         return follow(config)
-    from holdfast.commands.evaluated_policy import evaluate
+    from holdfast.launcher.evaluation.policy import evaluate
 
     return evaluate(config)
 
@@ -41,7 +41,7 @@ def compare(argv: list[str]) -> int:
         parser.error(f"--confidence {arguments.confidence:g} is not between 0.5 and 1")
     if arguments.answers < 0:
         parser.error(f"--answers {arguments.answers} is below 0")
-    from holdfast.commands.evaluated_policy import comparison_report
+    from holdfast.launcher.evaluation.policy import comparison_report
     from holdfast.orchestrator.evaluation import statistics
 
     first, second = arguments.compare

@@ -102,7 +102,7 @@ def with_evaluations(
     path = write_config(attempt, EVALUATION, settings, dry_run=config.dry_run)
     return replace(
         plan,
-        commands=plan.commands | {EVALUATION: module_command("holdfast.commands.evaluate_follow", str(path))},
+        commands=plan.commands | {EVALUATION: module_command("holdfast.launcher.evaluation.follow", str(path))},
         paths=[*plan.paths, path],
         environments=plan.environments | {EVALUATION: placement.environment(gpus)},
         processes=[*plan.processes, planned_engine(EVALUATION, config.eval.inference, gpus)],

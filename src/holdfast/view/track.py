@@ -28,8 +28,8 @@ from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_nam
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 from holdfast.view.follow import EndSignals, no_run
+from holdfast.view.load_tracker import BUILT_IN, check_tracker
 from holdfast.view.sending import Sending, TrackerFailed
-from holdfast.view.tracker import BUILT_IN, check_tracker
 
 _log = logging.getLogger("holdfast")
 _MAX_HOME_BYTES = 107 - 48 - 8

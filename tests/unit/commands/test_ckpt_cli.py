@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands.ckpt_dirs import TensorWorkFailed, tensor_work
 from holdfast.config import SftConfig
 from holdfast.errors import STORAGE_FAILED, CheckpointError
 from holdfast.run import manifest
 from holdfast.run.metrics import MetricsWriter, read_metrics
 from holdfast.run.run_dir import RunDir
+from holdfast.view.ckpt_dirs import TensorWorkFailed, tensor_work
 from holdfast.view.tables import Report, age, size
 from tests.builders.attempts import write_settings
 from tests.builders.broken_storage import unreadable
@@ -215,7 +215,7 @@ def test_what_libraries_print_does_not_come_into_the_report(capfd: pytest.Captur
 
 def test_nor_does_what_a_library_in_c_leaves_in_its_buffer() -> None:
     code = (
-        "import ctypes\nfrom holdfast.commands.ckpt_dirs import tensor_work\n"
+        "import ctypes\nfrom holdfast.view.ckpt_dirs import tensor_work\n"
         "with tensor_work('reading'):\n    ctypes.CDLL(None).printf(b'from C')\nprint('{}')\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}

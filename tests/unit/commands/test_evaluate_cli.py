@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.commands import evaluated_policy
-from holdfast.commands.evaluated_policy import prepare_directory
 from holdfast.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, DataError, printable
+from holdfast.launcher.evaluation import policy as evaluated_policy
+from holdfast.launcher.evaluation.policy import prepare_directory
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, claim_directory, line_of
 from holdfast.orchestrator.evaluation.statistics import read_evaluation
 from holdfast.run.manifest import file_digest

@@ -5,12 +5,17 @@ import importlib
 import re
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
+import grimp
 import pytest
+from importlinter.configuration import configure
 
 import holdfast
+from tests import import_contracts
 from tests.conftest import ROOT
+from tests.import_contracts import AcyclicSiblings, Layers
 from tests.pages import architecture
 from tests.pages.architecture import PAGE, House, Step, ways
 
@@ -29,6 +34,32 @@ def test_imports_lead_down_without_circles_and_every_package_has_its_floor() -> 
     assert set(house.rooms) == architecture.children("holdfast") and len(architecture.contracts("forbidden")) == 3
     house = House("x", [["a"], ["b", "c"]], {"a": ["b"], "b": ["c"], "c": ["a"]})
     assert house.upward() == ["x: b imports c", "x: c imports a"]
+
+
+def test_a_module_that_a_text_names_counts_as_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """import-linter reads statements only."""
+    texts = {
+        "view/backends": "from holdfast.view.tracker import Tracker",
+        "view/tracker": 'import_module("holdfast.view.backends")',
+        "launcher/launch": 'f"holdfast.commands.ckpt:{name}"',
+        "commands/ckpt": "'ckpt'",
+    }
+    graph = grimp.ImportGraph()
+    for package in ("holdfast", *(f"holdfast.{name}" for name in ("view", "launcher", "commands"))):
+        graph.add_module(package)
+    for name, text in texts.items():
+        path = tmp_path / "holdfast" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        graph.add_module(f"holdfast.{name.replace('/', '.')}")
+    graph.add_import(importer="holdfast.view.backends", imported="holdfast.view.tracker")
+    configure()
+    layers = {"containers": ["holdfast"], "layers": ["commands", "launcher", "view"]}
+    for contract, options in ((Layers, layers), (AcyclicSiblings, {"ancestors": ["holdfast"]})):
+        one = contract("", {"root_packages": ["holdfast"]}, options)
+        for source, is_kept in ((tmp_path / "nowhere", True), (tmp_path, False)):
+            monkeypatch.setattr(import_contracts, "SOURCE", source)
+            assert one.check(deepcopy(graph), verbose=False).kept is is_kept
 
 
 def test_the_page_tells_its_ways_in_lines_that_can_be_checked() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.commands.ckpt import ls
 from holdfast.commands.ckpt import verify as ckpt_verify
-from holdfast.commands.ckpt_dirs import CheckpointDirs
 from holdfast.errors import ReadError, RunDirError, is_storage_failure
 from holdfast.launcher.resume.remote import fetch
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_damaged
@@ -22,6 +21,7 @@ from holdfast.run import atomic, journal
 from holdfast.run.journal import read_accepted
 from holdfast.run.manifest import MANIFEST_NAME, is_committed, read_manifest, verify
 from holdfast.run.run_dir import RunDir
+from holdfast.view.ckpt_dirs import CheckpointDirs
 from holdfast.view.follow import Tail
 from tests.builders.broken_storage import unreadable
 from tests.builders.checkpoint_files import contents, write_checkpoint, write_weights

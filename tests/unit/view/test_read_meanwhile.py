@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from holdfast.commands import ckpt, rollouts
-from holdfast.commands.ckpt_dirs import CheckpointDirs
 from holdfast.launcher.resume.resume_step import set_aside_after
 from holdfast.run.atomic import remove_directory
 from holdfast.run.run_dir import RunDir
+from holdfast.view.ckpt_dirs import CheckpointDirs
 from holdfast.view.follow import ObservedRun
 from holdfast.view.monitor import document_of
 from holdfast.view.report import sample_rollouts

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -35,9 +35,6 @@ from holdfast.run.manifest import MANIFEST_NAME, Verification
 from holdfast.run.weights import PEFT_PREFIX, adapted_matrices
 from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors, some
 from holdfast.trainer.mesh import RankGroup
-
-if TYPE_CHECKING:
-    from holdfast.trainer.model.tensor_names import TensorLayout
 
 _log = logging.getLogger("trainer")
 
@@ -158,14 +155,30 @@ class SafetensorsSource:
                         local.copy_(whole[region] if region else whole)
 
 
+class FileLayout(Protocol):
+    """Converts the tensors of a model's files into the tensors in memory; `TensorLayout` does for transformers."""
+
+    def name_in_memory(self, name: str) -> str | None:
+        """Return the name in memory of a tensor in files; None if memory has no tensor of the same layout."""
+        ...
+
+    def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
+        """Group tensors of files by the first tensor in memory that they become, or their own name."""
+        ...
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert whole groups of `sources` into tensors of memory."""
+        ...
+
+
 class ConvertedSource:
-    """The tensors of a model, from a source with the tensors of the model's files; see `TensorLayout`.
+    """The tensors of a model, from a source with the tensors of the model's files; see `FileLayout`.
 
     Each rank reads its part of a tensor that only has another name, and the whole of joined or split tensors, one group
     after another.
     """
 
-    def __init__(self, source: Source, layout: TensorLayout) -> None:
+    def __init__(self, source: Source, layout: FileLayout) -> None:
         self._source = source
         self._layout = layout
         self._groups: list[list[str]] = []
@@ -218,7 +231,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 
 
 def load_weights_only(
-    tensors: Mapping[str, Tensor], path: str | Path, *, how: Verification = "full", layout: TensorLayout | None = None
+    tensors: Mapping[str, Tensor], path: str | Path, *, how: Verification = "full", layout: FileLayout | None = None
 ) -> None:
     """Fill `tensors` in place with the weights at `path`. Collective.
 

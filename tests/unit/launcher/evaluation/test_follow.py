@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.commands import evaluate_follow, evaluated_policy
-from holdfast.commands.evaluate_follow import FollowedRun
-from holdfast.commands.evaluated_policy import name_of_export, prepare_directory, run_evaluation, write_settings
 from holdfast.config import OrchestratorConfig, SftConfig, program_config
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.load import read_toml
 from holdfast.errors import ConfigError, DataError, ProcessDied
 from holdfast.launcher.devices import evaluation_gpus, place_training
+from holdfast.launcher.evaluation import follow as evaluate_follow
+from holdfast.launcher.evaluation import policy as evaluated_policy
+from holdfast.launcher.evaluation.follow import FollowedRun
+from holdfast.launcher.evaluation.policy import name_of_export, prepare_directory, run_evaluation, write_settings
 from holdfast.launcher.launch import with_evaluations
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.preflight import check_evaluations

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from holdfast.commands.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig, check_server
 from holdfast.config.load import to_toml
@@ -35,6 +34,7 @@ from holdfast.run.manifest import MANIFEST_NAME, file_digest, is_committed, veri
 from holdfast.run.run_dir import JUDGEMENTS_NAME, SUMMARY_NAME, RunDir
 from holdfast.run.settings import read_settings
 from holdfast.run.weights import holds_adapter
+from holdfast.view.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export
 from holdfast.view.console import code_of_error, event_line, json_lines
 from holdfast.view.follow import Tail
 from holdfast.view.state import LAUNCHER, RunState

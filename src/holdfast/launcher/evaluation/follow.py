@@ -1,6 +1,6 @@
 """`evaluate --follow`: evaluates the checkpoints of a run one after the other, as they appear.
 
-`python -m holdfast.commands.evaluate_follow <resolved.toml>` is what `sft` and `dpo` start beside their trainer for
+`python -m holdfast.launcher.evaluation.follow <resolved.toml>` is what `sft` and `dpo` start beside their trainer for
 `--eval.interval`. See docs/decisions.md.
 """
 
@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.commands.ckpt_dirs import TensorWorkFailed
-from holdfast.commands.evaluated_policy import (
+from holdfast.config import PROGRAMS
+from holdfast.config.base import ModelConfig
+from holdfast.config.evaluation import EvaluateConfig
+from holdfast.config.inference import ServedModelConfig
+from holdfast.config.load import read_toml
+from holdfast.config.marks import Mark, marked
+from holdfast.errors import CheckpointError, ConfigError, DataError
+from holdfast.launcher.devices import choose_inference, this_machine
+from holdfast.launcher.evaluation.policy import (
     check_servable,
     name_of_export,
     prepare_directory,
@@ -25,14 +32,6 @@ from holdfast.commands.evaluated_policy import (
     weights_of_step,
     with_settings_of_run,
 )
-from holdfast.config import PROGRAMS
-from holdfast.config.base import ModelConfig
-from holdfast.config.evaluation import EvaluateConfig
-from holdfast.config.inference import ServedModelConfig
-from holdfast.config.load import read_toml
-from holdfast.config.marks import Mark, marked
-from holdfast.errors import CheckpointError, ConfigError, DataError
-from holdfast.launcher.devices import choose_inference, this_machine
 from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import files_of, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, read_identity
@@ -45,6 +44,7 @@ from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings
 from holdfast.run.timeline import span, start_timeline
+from holdfast.view.ckpt_dirs import TensorWorkFailed
 
 _LOOK_S = 1.0
 
@@ -294,7 +294,7 @@ def main(argv: Sequence[str]) -> None:
     die_with_launcher()
     set_up_logging("evaluation")
     if len(argv) != 1:
-        raise ConfigError("usage: python -m holdfast.commands.evaluate_follow <resolved.toml>")
+        raise ConfigError("usage: python -m holdfast.launcher.evaluation.follow <resolved.toml>")
     run_reporting_errors(lambda: sys.exit(follow(read_toml(EvaluateConfig, argv[0]))))
 
 
