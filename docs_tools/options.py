@@ -27,9 +27,9 @@ EXAMPLES = {
     "orchestrator": ("guarantees.md", "orchestrator @ configs/reverse_text/orch.toml --output-dir outputs/by_hand"),
     "inference": ("guarantees.md", "inference @ configs/reverse_text/infer.toml"),
     "evaluate": ("evaluation.md", "evaluate --run outputs/reverse_text_rl --num-tasks 64"),
-    "ckpt": ("checkpoints.md", "ckpt verify --output-dir outputs/reverse_text_sft"),
+    "ckpt": ("checkpoints.md", "ckpt verify outputs/reverse_text_sft"),
     "environments": ("environments.md", "environments check reverse_text"),
-    "rollouts": ("files.md", "rollouts stats --output-dir outputs/reverse_text_rl"),
+    "rollouts": ("files.md", "rollouts stats outputs/reverse_text_rl"),
 }
 """Command -> the page that tells about it, and a command line to begin with; each finds what those before it left."""
 

@@ -1,13 +1,15 @@
-"""Command lines with subcommands: `ckpt` and `rollouts`, which look into a run, and `environments`."""
+"""Command lines that argparse reads: its parser, subcommands, and types of arguments."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from pathlib import Path
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError, nearest
+
+_NUMBER = re.compile(r"-?\d+")
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,16 +24,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class Subcommands:
-    """A parser with subcommands. Subcommands of a command that is `of_a_run` share `--output-dir` and `--json`."""
+    """A parser with subcommands, which share the arguments of the parser `shared`."""
 
-    def __init__(self, program: str, description: str, epilog: str, *, of_a_run: bool = True) -> None:
+    def __init__(self, program: str, description: str, epilog: str, *, shared: Parser | None = None) -> None:
         self._epilog = epilog
-        self._shared = Parser(add_help=False)
-        if of_a_run:
-            self._shared.add_argument(
-                "--output-dir", type=Path, default=Path("outputs"), metavar="DIR", help="the run (outputs)"
-            )
-            add_json(self._shared)
+        self._shared = shared or Parser(add_help=False)
         self._parser = Parser(prog=program, description=description, epilog=epilog)
         self._subparsers = self._parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
         self._commands: dict[str, Parser] = {}
@@ -57,11 +54,36 @@ class Subcommands:
             if first not in ("-h", "--help"):
                 example = next(iter(commands))
                 raise ConfigError(
-                    f"'{first}' comes before the subcommand. Write it behind, as in `{program} {example} {first} ...`."
+                    f"'{first}' comes before the subcommand. Write it after, as in `{program} {example} {first} ...`."
                 )
             self._parser.parse_args([first])
         _check_words(program, first, argv[1:], commands)
-        return self._parser.parse_args(argv)
+        arguments = self._parse_words(commands[first], argv[1:])
+        arguments.command = first
+        return arguments
+
+    def _parse_words(self, parser: Parser, words: list[str]) -> argparse.Namespace:
+        """Parse the words after the name of a subcommand."""
+        return parser.parse_intermixed_args(words)
+
+
+def first_positional(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
+    """Return the first word that is neither a flag nor the value of a flag; None without any."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, joined, _ = word.partition("=")
+        if word == "--":
+            return rest[0] if rest else None
+        if not flag.startswith("-") or _NUMBER.fullmatch(word):
+            return word
+        action = parser._option_string_actions.get(flag)
+        if action is None or action.nargs == 0 or joined:
+            continue
+        del rest[:1]
+        while action.nargs == "+" and rest and not rest[0].startswith("-"):
+            del rest[:1]
+    return None
 
 
 def is_natural(text: str) -> bool:

@@ -168,7 +168,7 @@ def _exit(run: Callable[[], int]) -> NoReturn:
         code = 128 + signal.SIGPIPE
     except OSError as error:
         told = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}. Check permissions and "
-        told += "free space there, or choose another directory with --output-dir."
+        told += "free space there, or choose another directory."
         if error.filename == OUTPUT:
             told = f"the output cannot be written: {error.strerror}. Free space there, or redirect it elsewhere."
         print(f"error: {told}", file=sys.stderr)

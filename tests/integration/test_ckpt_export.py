@@ -71,7 +71,7 @@ def ckpt(*argv: object, code: int = 0) -> Done:
 def masters(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The last step, exported in float32: all bits of the master weights."""
     target = tmp_path_factory.mktemp("masters") / "export"
-    ckpt("export", STEPS, "--to", target, "--dtype", "float32", "--output-dir", run_dir.path)
+    ckpt("export", run_dir.path, STEPS, "--to", target, "--dtype", "float32")
     return target
 
 
@@ -88,7 +88,7 @@ def bare_step(run_dir: RunDir, target: Path) -> Path:
 
 def test_an_export_equals_the_published_weights_bit_for_bit(run_dir: RunDir, tmp_path: Path) -> None:
     target = tmp_path / "new" / "export"
-    done = ckpt("export", STEPS, "--to", target, "--json", "--output-dir", run_dir.path)
+    done = ckpt("export", run_dir.path, STEPS, "--to", target, "--json")
     written = json.loads(done.stdout)
     assert (written["directory"], written["dtype"], written["files"]) == (str(target), "bfloat16", 1)
     published = run_dir.weights_of(STEPS)
@@ -127,7 +127,7 @@ def test_vllm_serves_an_export(masters: Path, tmp_path: Path) -> None:
 
 def test_a_step_without_config_is_refused(run_dir: RunDir, tmp_path: Path) -> None:
     bare_step(run_dir, tmp_path / "loop" / "step_2")
-    done = ckpt("export", 2, "--to", tmp_path / "x", "--output-dir", tmp_path / "loop", code=2)
+    done = ckpt("export", tmp_path / "loop", 2, "--to", tmp_path / "x", code=2)
     assert "has no model/config.json, as a training program writes it" in done.stderr
     assert not list(tmp_path.glob("*x*"))
 
@@ -136,15 +136,15 @@ def test_a_damaged_step_is_not_exported_and_nothing_is_written_over(run_dir: Run
     copy = RunDir(shutil.copytree(run_dir.path, tmp_path / "run"))
     flip(copy.checkpoint(1) / "trainer" / "__1_0.distcp")
     for argv in (("export", 1, "--to", tmp_path / "x"), ("show", 1)):
-        assert "__1_0.distcp is damaged" in ckpt(*argv, "--output-dir", copy.path, code=2).stderr
+        assert "__1_0.distcp is damaged" in ckpt(argv[0], copy.path, *argv[1:], code=2).stderr
     assert not (tmp_path / "x").exists()
     (tmp_path / "mine").mkdir()
-    done = ckpt("export", 2, "--to", tmp_path / "mine", "--output-dir", copy.path, code=2)
+    done = ckpt("export", copy.path, 2, "--to", tmp_path / "mine", code=2)
     assert "exists already; nothing is written over" in done.stderr
 
 
 def test_show_tells_counters_tensors_and_settings(run_dir: RunDir) -> None:
-    document = json.loads(ckpt("show", STEPS, "--json", "--output-dir", run_dir.path).stdout)
+    document = json.loads(ckpt("show", run_dir.path, STEPS, "--json").stdout)
     assert document["counters"]["step"] == document["manifest"]["step"] == STEPS
     assert document["manifest"]["world_size"] == 2 and document["config"]["model"]["dtype"] == "bfloat16"
     published = load_file(run_dir.weights_of(STEPS) / "model.safetensors")
@@ -152,7 +152,7 @@ def test_show_tells_counters_tensors_and_settings(run_dir: RunDir) -> None:
     groups = document["tensors"]
     assert groups["model"] == {"tensors": len(published), "elements": elements, "bytes": 4 * elements}
     assert groups["optim"]["tensors"] == 3 * len(published)
-    out = ckpt("show", "latest", "--output-dir", run_dir.path).stdout
+    out = ckpt("show", run_dir.path, "latest").stdout
     assert "model.dtype" in out and f"{elements:,}" in out and "config fingerprint" in out
 
 

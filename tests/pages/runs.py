@@ -191,8 +191,8 @@ class Checkout:
         from holdfast.commands.rollouts import parse as parse_rollouts
 
         arguments = (parse if command.words[0] == "ckpt" else parse_rollouts)(command.words[1:])
-        maker = self.made.get(arguments.output_dir)
-        assert maker, f"{command.where}: {command.line}\nnobody has made {arguments.output_dir}"
+        maker = self.made.get(arguments.run)
+        assert maker, f"{command.where}: {command.line}\nnobody has made {arguments.run}"
         assert command.words[0] == "ckpt" or maker == "rl"
 
     def _check_report(self, command: Command) -> None:

@@ -186,7 +186,7 @@ def test_system_errors_are_one_line_each(capsys: pytest.CaptureFixture[str], mon
             cli._exit(run)
         return caught.value.code, capsys.readouterr().err
 
-    advice = "Check permissions and free space there, or choose another directory with --output-dir.\n"
+    advice = "Check permissions and free space there, or choose another directory.\n"
     full = OSError(errno.ENOSPC, "No space left on device", "/run")
     assert ends(full) == (2, f"error: No space left on device: /run. {advice}")
     assert ends(OSError("no such thing")) == (2, f"error: no such thing. {advice}")
@@ -232,7 +232,7 @@ def test_what_was_to_be_printed_and_was_not_is_told(
 
 @pytest.mark.launch
 def test_an_error_that_nobody_hears_has_its_exit_code(started: Started, tmp_path: Path) -> None:
-    words = f"ckpt ls --output-dir {tmp_path / 'nowhere'}"
+    words = f"ckpt ls {tmp_path / 'nowhere'}"
     for redirected in ("2>&-", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>/dev/full"):
         assert started(words, redirected) == (2, ""), redirected
     code, said = started(words, CLOSED)
@@ -306,7 +306,7 @@ def test_an_unknown_command_is_told_with_the_nearest(refused: Refused) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["track . --na b", "monitor . --onc", "report . --t b", "ckpt ls --output b", "evaluate --compare . . --js"],
+    ["track . --na b", "monitor . --onc", "report . --t b", "ckpt ls . --output b", "evaluate --compare . . --js"],
 )
 def test_a_shortened_flag_is_not_guessed(words: str, holdfast: Command) -> None:
     code, _, err = holdfast(*words.split())
@@ -323,7 +323,7 @@ def test_python_m_holdfast_does_not_import_from_the_working_directory(tmp_path: 
     for name in ("argparse", "pydantic", "tomli", "trainer", "signal"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')\n")
     for flags in ([], ["-P"]):
-        argv = [sys.executable, *flags, "-m", "holdfast", "ckpt", "ls", "--output-dir", "none"]
+        argv = [sys.executable, *flags, "-m", "holdfast", "ckpt", "ls", "none"]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
         done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and done.stderr.startswith("error: there is no directory none"), done.stderr

@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
-from holdfast.arguments import Subcommands
+from holdfast.arguments import Parser
 from holdfast.errors import CheckpointError, ConfigError, ReadError
 from holdfast.process.child import heavy_imports
 from holdfast.run.atomic import is_gone
 from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, kind_of
+from holdfast.run.choose_run import RunSubcommands
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.settings import flat_settings, read_settings
 from holdfast.view.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
@@ -41,23 +42,27 @@ _SUMMARY = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return `command`, `output_dir`, `json`, and what the subcommand takes; print help and exit on -h. Raise
+    """Return `command`, `run`, `json`, and what the subcommand takes; print help and exit on -h. Raise
     ConfigError for an unknown subcommand or flag (with the nearest spelling) or a bad value."""
-    subcommands = Subcommands("ckpt", "Look into the checkpoints of a run.", _EPILOG)
+    subcommands = RunSubcommands("ckpt", "Look into the checkpoints of a run.", _EPILOG)
     add = subcommands.add
     add("ls", "List the steps.").add_argument(
         "--metric", metavar="NAME", help="marks the best: min:val/loss (ckpt.keep_best, reward/mean, loss)"
     )
     verify = add("verify", "Check every byte against the manifests.")
-    verify.add_argument("steps", nargs="*", metavar="STEP", help="all steps if none is named")
+    verify.add_argument("steps", nargs="*", metavar="STEP", help="all steps if unset")
     verify.add_argument("--how", choices=("full", "size"), default="full", help="every byte (full), or sizes only")
-    add("show", "Show what one step holds.").add_argument("step", metavar="STEP")
+    _add_step(add("show", "Show what one step holds."))
     export = add("export", "Write a step's model as a Hugging Face directory.")
-    export.add_argument("step", metavar="STEP")
+    _add_step(export)
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="new directory")
     export.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     export.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
     return subcommands.parse(argv)
+
+
+def _add_step(parser: Parser) -> None:
+    parser.add_argument("step", nargs="?", default="latest", metavar="STEP", help="the newest (latest) if unset")
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +77,7 @@ def main(argv: list[str]) -> int:
     }
     action = actions[arguments.pop("command")]
     as_json = arguments.pop("json")
-    dirs = CheckpointDirs(arguments.pop("output_dir"))
+    dirs = CheckpointDirs(arguments.pop("run"))
     try:
         report = action(dirs, **arguments)
     except TensorWorkFailed as failure:

@@ -85,7 +85,7 @@ def _take_from_run(arguments: argparse.Namespace, words: list[str]) -> Environme
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the arguments: `command` and what the subcommand takes. Raise ConfigError for an unusable argument."""
-    subcommands = Subcommands("environments", "Environments of rl: begin, check.", _EPILOG, of_a_run=False)
+    subcommands = Subcommands("environments", "Environments of rl: begin, check.", _EPILOG)
     init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
     init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
     check = subcommands.add("check", "Find what would keep a run with an environment from resuming exactly.")

@@ -1,8 +1,8 @@
 """The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines.
 
-`show STEP [--problem I]`, `trace STEP INDEX`, `stats [STEP ...]` and `export STEP ... --to FILE`. The command verifies
-every batch against its manifest before it shows or writes anything. An export has one rollout per line, with the step
-and the policy version of its batch.
+`show [RUN] [STEP] [--problem I]`, `trace [RUN] STEP INDEX`, `stats [RUN] [STEP ...]` and `export [RUN] [STEP ...] --to
+FILE`. The command verifies every batch against its manifest before it shows or writes anything. An export has one
+rollout per line, with the step and the policy version of its batch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from holdfast.arguments import Subcommands
 from holdfast.commands.rollouts_trace import trace
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.protocol.rollouts import Batch, Rollout, Sampling, list_packed
 from holdfast.run import atomic
 from holdfast.run.atomic import is_gone
+from holdfast.run.choose_run import RunSubcommands
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.run.run_dir import RunDir
 from holdfast.view.rollout_text import (
@@ -45,7 +45,7 @@ def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
 
 
 _EPILOG = (
-    "STEP is a number, `latest`, or the path of a batch such as OUTPUT_DIR/discarded/attempt_2/rollouts/step_9. "
+    "STEP is a number, `latest`, or the path of a batch such as RUN/discarded/attempt_2/rollouts/step_9. "
     "STEPS is also a span such as 3-7, or `all`. A batch stays until the oldest checkpoint needs it no more."
 )
 
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     """Run one subcommand; return 0, or 1 when a batch is damaged. Raise HoldfastError for a mistake in the command, or
     something that is missing or damaged."""
     arguments = parse(argv)
-    run_dir = RunDir(arguments.output_dir)
+    run_dir = RunDir(arguments.run)
     if arguments.command == "show":
         report = show(run_dir, step=arguments.step, problem=arguments.problem)
     elif arguments.command == "trace":
@@ -68,11 +68,11 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments: `command`, `output_dir`, `json`, and what the subcommand takes. Raise ConfigError for an
+    """Return the arguments: `command`, `run`, `json`, and what the subcommand takes. Raise ConfigError for an
     unusable flag."""
-    subcommands = Subcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
+    subcommands = RunSubcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
     show_parser = subcommands.add("show", "Show the problems of one batch, or the rollouts of one problem.")
-    show_parser.add_argument("step", metavar="STEP")
+    show_parser.add_argument("step", nargs="?", default="latest", metavar="STEP", help="the newest (latest) if unset")
     show_parser.add_argument("--problem", type=int, metavar="I", help="show all turns of problem I, counted from 0")
     trace_parser = subcommands.add("trace", "Show which weights and which request sampled each token of one rollout.")
     trace_parser.add_argument("step", metavar="STEP")
@@ -81,9 +81,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--server", metavar="URL", help="have this server, which has the weights, sample it again, and compare"
     )
     stats_parser = subcommands.add("stats", "Show a line of numbers per batch.")
-    stats_parser.add_argument("steps", nargs="*", metavar="STEPS", help="all batches if none is named")
+    stats_parser.add_argument("steps", nargs="*", metavar="STEPS", help="all batches if unset")
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
-    export_parser.add_argument("steps", nargs="+", metavar="STEPS")
+    export_parser.add_argument("steps", nargs="*", metavar="STEPS", help="all batches if unset")
     export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new file of JSON lines")
     return subcommands.parse(argv)
 
@@ -285,7 +285,7 @@ def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
     there are none; ConfigError if the file exists; RunDirError if it cannot be written."""
     if to.exists():
         raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new file.")
-    directories = find_batches(run_dir, steps)
+    directories = find_batches(run_dir, steps or ["all"])
     if not directories:
         raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")
     temporary, count = atomic.temporary_sibling(to), 0

@@ -308,7 +308,7 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
     if kind is Kind.ADAPTER and model.lora is None:
         raise CheckpointError(
             f"{path} (ckpt.init_from) holds a LoRA adapter and no weights. Train it on with --model.lora and the "
-            "model that it belongs to as --model.name, or merge it: ckpt export STEP --to DIR --base NAME."
+            "model that it belongs to as --model.name, or merge it: ckpt export RUN STEP --to DIR --base NAME."
         )
     if model.lora is not None:
         return  # the adapter's tensors follow from rank and targets, which only the trainer knows

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.arguments import is_natural
-from holdfast.errors import CheckpointError, ConfigError, ReadError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError, ReadError
 from holdfast.process.child import heavy_imports, report_error
 from holdfast.run import manifest
 from holdfast.run.checkpoints import TRAINER_DIR, Entry, Kind, describe_found, kind_of, list_entries
+from holdfast.run.choose_run import no_run
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import working
@@ -30,22 +31,19 @@ if TYPE_CHECKING:
 
 
 class CheckpointDirs:
-    """The directories that one `--output-dir` stands for. A directory that holds `step_N` itself, as a training loop of
+    """The directories that one RUN stands for. A directory that holds `step_N` itself, as a training loop of
     one's own may have it, is taken for the directory of checkpoints."""
 
-    def __init__(self, output_dir: Path) -> None:
-        self.run_dir = RunDir(output_dir)
-        self.output_dir = output_dir
-        is_bare = not (output_dir / "checkpoints").is_dir() and any(output_dir.glob("step_*"))
-        self.checkpoints = output_dir if is_bare else output_dir / "checkpoints"
+    def __init__(self, run: Path) -> None:
+        self.run_dir = RunDir(run)
+        self.run = run
+        is_bare = not (run / "checkpoints").is_dir() and any(run.glob("step_*"))
+        self.checkpoints = run if is_bare else run / "checkpoints"
 
     def check(self) -> None:
-        """Refuse a directory that is missing or holds nothing of a run. Raise RunDirError, naming the
-        directory."""
-        if not self.output_dir.is_dir():
-            raise RunDirError(f"there is no directory {self.output_dir}. Name the run with --output-dir.")
+        """Raise ConfigError, naming the directory, if it is missing or holds nothing of a run."""
         if not (self.run_dir.holds_run() or self.checkpoints.is_dir()):
-            raise RunDirError(f"{self.output_dir} holds neither a run nor checkpoints. Name the run with --output-dir.")
+            raise no_run(self.run, "neither run.json nor checkpoints")
 
     def entries(self) -> list[Entry]:
         """Return the steps, ascending; steps with a missing or cut file are `damaged`, others `unreadable`."""

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 import msgspec
 import tomli
 
-from holdfast.errors import NOT_SAVED, ConfigError, is_storage_failure, printable
+from holdfast.errors import NOT_SAVED, is_storage_failure, printable
+from holdfast.run.choose_run import is_evaluation
 from holdfast.run.lock import living_holder
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
 from holdfast.view.state import Alarm, Checkpoints, Phase, RunState, look_at_checkpoints
@@ -210,13 +211,6 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return [printable(path.absolute().relative_to(shared)) for path in paths]
 
 
-def no_run(path: Path) -> ConfigError:
-    """Return the error that `path` holds no run."""
-    return ConfigError(
-        f"{path} holds no run: it has no run.json (from {Path.cwd()}). Name the output directory of one."
-    )
-
-
 def _is_after(event: Phase | Alarm, step: int) -> bool:
     of = event.step if isinstance(event, Alarm) else event.details.get("step")
     return isinstance(of, int) and of >= step
@@ -281,7 +275,7 @@ class ObservedRun:
             self.status = "waiting"
             return
         if identity != self._identity:  # the first look, or another run after --clean
-            self.is_evaluation = (self.run_dir.path / "config" / "evaluate.toml").exists()
+            self.is_evaluation = is_evaluation(self.run_dir.path)
             whole = self.run_dir.path / "logs" / "events.jsonl" if self.is_evaluation else None
             follower = Follower(self.run_dir, EventLog(self.run_dir, whole=whole))
             follower.catch_up()

@@ -15,9 +15,10 @@ from typing import Any
 from holdfast.arguments import Parser, add_json
 from holdfast.errors import ConfigError, printable
 from holdfast.process.child import make_output_lossy
+from holdfast.run.choose_run import all_runs, no_run, refuse_output_dir
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import phase_text, step_line
-from holdfast.view.follow import EndSignals, ObservedRun, no_run, short_names
+from holdfast.view.follow import EndSignals, ObservedRun, short_names
 from holdfast.view.state import duration
 from holdfast.view.tables import Grid, age, print_parts
 
@@ -165,17 +166,21 @@ def _parse(argv: list[str]) -> Namespace:
         "ends it, which does nothing to the runs. See docs/console.md.",
     )
     parser.add_argument(
-        "runs", nargs="*", type=Path, metavar="RUN", help="run directories; several are rows of a table"
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="run directories; several are rows of a table (unset: all below outputs)",
     )
     parser.add_argument("--once", action="store_true", help="print what is known now, and end, as without a terminal")
     add_json(parser)
     parser.add_argument("--wait", action="store_true", help="wait for directories that hold no run yet")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
+    refuse_output_dir("monitor", argv)
     arguments = parser.parse_args(argv)
-    if not arguments.runs:
-        raise ConfigError("name at least one run directory, as in `monitor outputs/reverse_text_rl`")
     if not 0.05 <= arguments.interval <= 3600:
         raise ConfigError(f"--interval {arguments.interval:g} is not allowed: give 0.05 to 3600 seconds")
+    arguments.runs = arguments.runs or all_runs("monitor", argv, takes_evaluations=True)
     return arguments
 
 

@@ -1,4 +1,4 @@
-"""The command `report RUN [RUN...]`: one HTML file about one or several runs, built from their files.
+"""The command `report [RUN ...]`: one HTML file about one or several runs, built from their files.
 
 The page holds plotly.js and loads nothing. `holdfast.view.serve` serves it while a run is trained.
 """
@@ -24,6 +24,7 @@ from holdfast.arguments import Parser
 from holdfast.errors import ConfigError, DataError, HoldfastError, printable
 from holdfast.protocol.rollouts import Batch, Rollout
 from holdfast.run import atomic
+from holdfast.run.choose_run import only_run, refuse_output_dir
 from holdfast.run.journal import read_batch
 from holdfast.run.settings import flat_settings
 from holdfast.view.charts import (
@@ -318,9 +319,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description="Curves, timeline, evaluations and rollouts of runs, as one HTML file.",
         epilog="A report changes and disturbs no run. See docs/console.md.",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output directories; several are overlaid")
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="*",
+        metavar="RUN",
+        help="run directories; several are overlaid (unset: the only run below outputs)",
+    )
     parser.add_argument("--to", type=Path, metavar="FILE.html", help="the file (report.html in the first RUN)")
-    return parser.parse_args(argv)
+    refuse_output_dir("report", argv)
+    arguments = parser.parse_args(argv)
+    arguments.runs = arguments.runs or [only_run("report", argv, takes_evaluations=True)]
+    return arguments
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:

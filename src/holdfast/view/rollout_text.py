@@ -1,4 +1,4 @@
-"""Batches by the STEP arguments of `rollouts`, and rollouts as text."""
+"""Batches by the arguments of `rollouts`, and rollouts as text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.arguments import is_natural
-from holdfast.errors import CheckpointError, ConfigError, RunDirError
+from holdfast.errors import CheckpointError, ConfigError
 from holdfast.protocol.rollouts import Batch, Rollout
+from holdfast.run.choose_run import command_line, no_run
 from holdfast.run.journal import read_batch_in
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
@@ -29,12 +30,11 @@ def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
     """Return the directories of the batches that STEP arguments name, each once, in their order.
 
     Raises:
-        RunDirError: the directory holds no run.
         CheckpointError: a batch is not there; names the batches that are.
-        ConfigError: an argument is not a STEP.
+        ConfigError: the directory holds no run, or an argument is not a STEP.
     """
     if not (run_dir.holds_run() or run_dir.rollouts.is_dir()):
-        raise RunDirError(f"{run_dir.path} holds no rl run. Name the run with --output-dir.")
+        raise no_run(run_dir.path, "neither run.json nor rollouts")
     return list(dict.fromkeys(directory for text in texts for directory in _batches_of(run_dir, text)))
 
 
@@ -43,7 +43,8 @@ def find_batch(run_dir: RunDir, command: str, step: str) -> Path:
     directories = find_batches(run_dir, [step])
     if len(directories) != 1:
         raise ConfigError(
-            f"{command} takes one batch, '{step}' means {len(directories)}. `rollouts stats` shows several."
+            f"{command} takes one batch, '{step}' means {len(directories)}. "
+            f"`{command_line('rollouts stats', run_dir.path, [step])}` shows several."
         )
     return directories[0]
 

@@ -18,10 +18,11 @@ from holdfast.config import PROGRAMS
 from holdfast.errors import CheckpointError, ConfigError, DataError
 from holdfast.orchestrator.evaluation.statistics import Estimate, summary_in
 from holdfast.run.atomic import is_gone
+from holdfast.run.choose_run import no_run
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings, without_secrets
 from holdfast.run.timeline import Span, read_timeline
-from holdfast.view.follow import ObservedRun, Tail, no_run
+from holdfast.view.follow import ObservedRun, Tail
 from holdfast.view.state import Alarm, alarm_of, unix_s_of
 
 _MAX_STEPS = 2**53

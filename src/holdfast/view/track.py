@@ -25,9 +25,10 @@ from holdfast.config.view import TrackingConfig
 from holdfast.errors import ConfigError
 from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
+from holdfast.run.choose_run import add_run, command_line, is_evaluation, no_run, parse_run, refuse_output_dir
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
-from holdfast.view.follow import EndSignals, no_run
+from holdfast.view.follow import EndSignals
 from holdfast.view.load_tracker import BUILT_IN, check_tracker
 from holdfast.view.sending import Sending, TrackerFailed
 
@@ -47,16 +48,20 @@ def main(argv: list[str]) -> int:
         TrackerFailed: a tracker did.
     """
     parser = Parser(prog="track", description="Send to experiment trackers the steps of a run that they lack.")
-    parser.add_argument("run", type=Path, help="the run directory")
+    add_run(parser)
     parser.add_argument("--to", nargs="+", metavar="TRACKER", help="unset: those of the run's own settings (tracking)")
     parser.add_argument("--project", help="unset: that of the run's settings")
     parser.add_argument("--name", help="unset: that of the run's settings")
-    arguments = parser.parse_args(argv)
+    refuse_output_dir("track", argv)
+    arguments = parse_run(parser, argv)
     run_dir = RunDir(arguments.run)
     if not run_dir.holds_run():
         raise no_run(arguments.run)
-    if (run_dir.path / "config" / "evaluate.toml").exists():
-        raise ConfigError(f"{arguments.run} is of `evaluate`: it has no steps to send. `report` makes a page of it")
+    if is_evaluation(run_dir.path):
+        raise ConfigError(
+            f"{arguments.run} is of `evaluate`: it has no steps to send. "
+            f"`{command_line('report', arguments.run)}` makes a page of it"
+        )
     given = {"backends": arguments.to, "project": arguments.project, "name": arguments.name}
     config = _settings(run_dir, {name: value for name, value in given.items() if value is not None})
     for name in config.backends:

@@ -51,7 +51,7 @@ def set_metrics(directory: Path, metrics: dict[str, float]) -> None:
 
 
 def listed(ckpt: Command, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, Any]]:
-    code, out, err = ckpt("ls", "--json", "--output-dir", run_dir.path, *flags)
+    code, out, err = ckpt("ls", run_dir.path, "--json", *flags)
     assert err == ""
     return code, json.loads(out)
 
@@ -60,15 +60,15 @@ def listed(ckpt: Command, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, 
     ("argv", "message"),
     [
         (["lss"], "unknown subcommand 'lss'. Did you mean 'ls'?"),
-        (["ls", "--outputdir", "x"], "unknown flag '--outputdir'. Did you mean '--output-dir'?"),
+        (["ls", "--jsn", "x"], "unknown flag '--jsn'. Did you mean '--json'?"),
         (["ls", "--js"], "unknown flag '--js'."),
-        (["--json", "ls"], "Write it behind"),
-        (["show"], "required: STEP"),
-        (["ls", "7"], "unrecognized arguments: 7"),
+        (["--json", "ls"], "Write it after"),
+        (["show"], "there is no run below outputs"),
+        (["ls", ".", "7"], "unrecognized arguments: 7"),
         (["export", "1"], "required: --to"),
         (["verify", "--how", "half"], "invalid choice: 'half'"),
-        (["ls", "--output-dir", "nowhere"], "there is no directory nowhere"),
-        (["ls", "--output-dir", "."], "holds neither a run nor checkpoints"),
+        (["ls", "nowhere"], "there is no directory nowhere"),
+        (["ls", "."], ". holds no run: it has neither run.json nor checkpoints"),
     ],
 )
 @pytest.mark.usefixtures("in_tmp_path")
@@ -78,12 +78,12 @@ def test_a_mistake_is_one_message_and_exit_code_2(argv: list[str], message: str,
 
 @pytest.mark.parametrize("argv", [["show", "9"], ["verify", "9"], ["export", "9", "--to", "x"]])
 def test_a_step_that_is_not_there_lists_those_that_are(argv: list[str], ckpt: Command, run_dir: RunDir) -> None:
-    code, _, err = ckpt(*argv, "--output-dir", run_dir.path)
+    code, _, err = ckpt(argv[0], run_dir.path, *argv[1:])
     assert code == 2 and "step 9 is not in" in err and "1, 2, 3, 4" in err
     for word in ("nowhere", "9" * 200):
-        code, _, err = ckpt("show", word, "--output-dir", run_dir.path)
+        code, _, err = ckpt("show", run_dir.path, word)
         assert code == 2 and f"'{word}' is neither a step nor the directory of a checkpoint, but nothing" in err
-    assert "name too long" in ckpt("show", "9" * 5000, "--output-dir", run_dir.path)[2]
+    assert "name too long" in ckpt("show", run_dir.path, "9" * 5000)[2]
 
 
 def test_ls_shows_steps_and_marks_the_best(ckpt: Command, run_dir: RunDir) -> None:
@@ -101,7 +101,7 @@ def test_ls_shows_steps_and_marks_the_best(ckpt: Command, run_dir: RunDir) -> No
     assert [line["step"] for line in steps if line["best"]] == [document["best"]] == [best]
     size_on_disk = sum(path.stat().st_size for path in run_dir.checkpoint(2).rglob("*") if path.is_file())
     assert steps[1]["size_bytes"] == size_on_disk
-    code, out, _ = ckpt("ls", "--output-dir", run_dir.path)
+    code, out, _ = ckpt("ls", run_dir.path)
     assert code == 0
     assert [number for number, line in enumerate(out.splitlines()) if "best" in line] == [best]
     assert "\x1b" not in out and all(line == line.rstrip() for line in out.splitlines())
@@ -120,7 +120,7 @@ def test_the_metric_is_the_one_asked_for_then_the_configured_one(ckpt: Command, 
     config.write_text(config.read_text().replace("[ckpt]", '[ckpt]\nkeep_best = "max:x"'))
     document = listed(ckpt, run_dir)[1]
     assert (document["metric"], document["best"]) == ("x", 3)
-    code, _, err = ckpt("ls", "--metric", "val/loss", "--output-dir", run_dir.path)
+    code, _, err = ckpt("ls", run_dir.path, "--metric", "val/loss")
     assert code == 2 and "no step has the metric 'val/loss'. They have: loss, reward/mean, x." in err
 
 
@@ -132,9 +132,9 @@ def test_a_torn_save_is_shown_and_is_no_problem(ckpt: Command, run_dir: RunDir) 
     assert [line["status"] for line in document["steps"]] == ["committed"] * 4 + ["torn"]
     set_metrics(torn, {"loss": -1.0})
     assert listed(ckpt, run_dir)[1]["best"] in (1, 2, 3, 4)
-    code, out, _ = ckpt("ls", "--output-dir", run_dir.path)
+    code, out, _ = ckpt("ls", run_dir.path)
     assert code == 0 and "cut off" in out
-    code, out, _ = ckpt("verify", "--json", "--output-dir", run_dir.path)
+    code, out, _ = ckpt("verify", run_dir.path, "--json")
     assert code == 0 and len(json.loads(out)["directories"]) == 4
 
 
@@ -147,7 +147,7 @@ def test_damage_that_sizes_show_is_told_by_ls(ckpt: Command, run_dir: RunDir) ->
     assert code == 1
     assert [line["status"] for line in document["steps"]] == ["damaged", "damaged", "committed", "damaged"]
     assert document["best"] == 3  # a damaged step never is the best
-    code, out, err = ckpt("ls", "--output-dir", run_dir.path)
+    code, out, err = ckpt("ls", run_dir.path)
     assert (code, err) == (1, "")
     for reason in ("step_1/manifest.json", "step_2/trainer/.metadata is missing", "__0.distcp is damaged"):
         assert reason in out
@@ -156,15 +156,15 @@ def test_damage_that_sizes_show_is_told_by_ls(ckpt: Command, run_dir: RunDir) ->
 def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Command, run_dir: RunDir) -> None:
     flip(run_dir.checkpoint(3) / "trainer" / "__0.distcp")
     assert listed(ckpt, run_dir)[0] == 0
-    assert ckpt("verify", "--how", "size", "--output-dir", run_dir.path)[0] == 0
-    code, out, err = ckpt("verify", "--output-dir", run_dir.path)
+    assert ckpt("verify", run_dir.path, "--how", "size")[0] == 0
+    code, out, err = ckpt("verify", run_dir.path)
     assert (code, err) == (1, "")
     assert "step_3/trainer/__0.distcp is damaged" in out and "3 of 4 OK" in out and "MB/s" in out
-    assert ckpt("verify", "3", "--output-dir", run_dir.path)[0] == 1
+    assert ckpt("verify", run_dir.path, "3")[0] == 1
     with unreadable(run_dir.checkpoint(2) / "manifest.json"):
-        code, out, _ = ckpt("verify", "2", "--output-dir", run_dir.path)
+        code, out, _ = ckpt("verify", run_dir.path, "2")
     assert code == 1 and "unreadable" in out and "damaged" not in out
-    code, out, _ = ckpt("verify", "1", "latest", "--json", "--output-dir", run_dir.path)
+    code, out, _ = ckpt("verify", run_dir.path, "1", "latest", "--json")
     document = json.loads(out)
     assert code == 0 and document["problems"] == []
     assert [Path(line["path"]).name for line in document["directories"]] == ["step_1", "step_4"]
@@ -172,12 +172,12 @@ def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Command, run_dir:
 
 
 def test_checkpoints_alone_will_do_and_a_run_without_any(ckpt: Command, run_dir: RunDir) -> None:
-    code, out, _ = ckpt("ls", "--json", "--output-dir", run_dir.checkpoints)
+    code, out, _ = ckpt("ls", run_dir.checkpoints, "--json")
     assert code == 0 and len(json.loads(out)["steps"]) == 4
     # A run without checkpoints is no mistake.
     shutil.rmtree(run_dir.checkpoints)
     for command in ("ls", "verify"):
-        code, out, _ = ckpt(command, "--output-dir", run_dir.path)
+        code, out, _ = ckpt(command, run_dir.path)
         assert code == 0 and "no checkpoints in" in out
 
 
@@ -186,8 +186,8 @@ def test_a_path_is_neither_markup_nor_always_utf_8(ckpt: Command, run_dir: RunDi
     place = tmp_path / name
     place.parent.mkdir(exist_ok=True)
     run_dir.path.rename(place)
-    assert ckpt("verify", "--output-dir", str(place))[0] == 0
-    assert json.loads(ckpt("ls", "--json", "--output-dir", str(place))[1])["checkpoints"] == str(place / "checkpoints")
+    assert ckpt("verify", str(place))[0] == 0
+    assert json.loads(ckpt("ls", str(place), "--json")[1])["checkpoints"] == str(place / "checkpoints")
 
 
 def test_no_line_is_cut_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

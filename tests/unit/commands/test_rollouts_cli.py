@@ -87,8 +87,8 @@ def run_dir(run_dir: RunDir) -> RunDir:
     return run_dir
 
 
-def document(rollouts: Command, run_dir: RunDir, *argv: object, code: int = 0) -> dict[str, Any]:
-    found, out, err = rollouts(*argv, "--json", "--output-dir", run_dir.path)
+def document(rollouts: Command, run_dir: RunDir, name: str, *argv: object, code: int = 0) -> dict[str, Any]:
+    found, out, err = rollouts(name, run_dir.path, *argv, "--json")
     assert (found, err) == (code, "")
     return json.loads(out)
 
@@ -103,7 +103,7 @@ def test_stats_has_a_line_per_batch(rollouts: Command, run_dir: RunDir) -> None:
         "rollouts": 4, "reward_mean": 0.5, "reward_std": 0.5, "tokens": 4 * length, "tokens_mean": length,
         "sampled_tokens": 4 * len(encode(ANSWER) + encode("abc")), "truncated": 2, "versions": [1], "dropped": {},
     }  # fmt: skip
-    code, out, _ = rollouts("stats", "3-4", "--output-dir", run_dir.path)
+    code, out, _ = rollouts("stats", run_dir.path, "3-4")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "3", "4", "up"]
     assert [line["step"] for line in document(rollouts, run_dir, "stats", "4", "latest", "2")["batches"]] == [4, 2]
     publish(run_dir, 5, rollouts=make_batch(5).rollouts[:1])
@@ -127,12 +127,12 @@ def test_dropped_groups_are_counted_by_reason_and_listed(rollouts: Command, run_
     batched = {"problems": 11, "rollouts": 22, "tokens": 510}
     counts = {"accepted": accepted, "batched": batched, "dropped": msgspec.to_builtins(dropped)}
     assert found["ledger"] == {"step": 5} | counts
-    _, out, _ = rollouts("stats", "--output-dir", run_dir.path)
+    _, out, _ = rollouts("stats", run_dir.path)
     assert "2 zero_signal, 1 environment_error" in out.splitlines()[-2]
     said = "up to batch 5: 14 problems accepted, 11 in batches, dropped: 2 zero_signal, 1 environment_error"
     assert out.splitlines()[-1] == said
     assert [one["task_id"] for one in document(rollouts, run_dir, "show", "5")["dropped"]] == [4, 4, 5]
-    _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
+    _, out, _ = rollouts("show", run_dir.path, "5")
     assert ["environment_error", "b", "4", "2", "7", "too", "bright"] in [line.split() for line in out.splitlines()]
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_batch_is_named_and_the_others_shown(rollouts: Command, run_di
     found = document(rollouts, run_dir, "stats", code=1)
     assert [line["status"] for line in found["batches"]] == ["committed", "damaged", "committed"]
     assert "step_3 is damaged" in found["problems"][0] and "batch.msgpack" in found["problems"][0]
-    code, out, _ = rollouts("stats", "--output-dir", run_dir.path)
+    code, out, _ = rollouts("stats", run_dir.path)
     assert code == 1 and "batch.msgpack is damaged: checksum" in out
 
 
@@ -156,7 +156,7 @@ def test_show_decodes_the_turns_of_a_problem(rollouts: Command, run_dir: RunDir)
     assert [turn["sampled"] for turn in turns] == [False, True, False, True]
     expected = [tokenizer.decode(encode(text), skip_special_tokens=False) for text in (PROMPT, ANSWER, FEEDBACK, "abc")]
     assert [turn["text"] for turn in turns] == expected and expected[1] == "cba<|end|>"
-    _, out, _ = rollouts("show", "3", "--problem", "1", "--output-dir", run_dir.path)
+    _, out, _ = rollouts("show", run_dir.path, "3", "--problem", "1")
     assert "sample 1: reward 1, truncated, 2 steps: 0.1 -0.33333" in out and f"  sampled | {expected[1]}" in out
 
 
@@ -168,7 +168,7 @@ def test_the_branches_of_a_rollout_are_told_apart(rollouts: Command, run_dir: Ru
     assert (one["branches"], other["branches"]) == (1, 2)
     assert [turn["branch"] for turn in one["turns"]] == [0, 0, 0, 0]
     assert [turn["branch"] for turn in other["turns"]] == [0, 0, 1, 1]
-    _, out, _ = rollouts("show", "5", "--problem", "0", "--output-dir", run_dir.path)
+    _, out, _ = rollouts("show", run_dir.path, "5", "--problem", "0")
     assert "sample 1: reward 1, truncated, 2 branches" in out and out.count(f"  anew    | {FEEDBACK}") == 1
     assert out.count(f"  given   | {FEEDBACK}") == 1, "of the rollout that goes on"
     document(rollouts, run_dir, "export", "5", "--to", tmp_path / "out.jsonl")
@@ -181,11 +181,11 @@ def test_without_a_tokenizer_the_ids_are_shown(rollouts: Command, run_dir: RunDi
     unreadable, elsewhere = f"{tmp_path}/tokenizer.json cannot be read: ", "there is no tokenizer.json in owner/model"
     for name, reason in ((tmp_path, unreadable), ("owner/model", elsewhere)):
         (run_dir.configs(1) / "orchestrator.toml").write_text(f'[model]\nname = "{name}"\n')
-        code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)
+        code, out, _ = rollouts("show", run_dir.path, "3", "--problem", "0")
         assert code == 0 and reason in out and "  sampled | " + " ".join(map(str, encode(ANSWER))) in out
     assert document(rollouts, run_dir, "show", "3", "--problem", "0")["rollouts"][0]["turns"][0]["text"] is None
     (run_dir.configs(1) / "orchestrator.toml").write_text("[model")
-    code, out, _ = rollouts("show", "3", "--problem", "0", "--output-dir", run_dir.path)
+    code, out, _ = rollouts("show", run_dir.path, "3", "--problem", "0")
     assert code == 0 and "there is no tokenizer.json in any model of the run" in out
 
 
@@ -196,12 +196,12 @@ def test_a_batch_names_all_weights_that_have_sampled_it_or_the_teacher(rollouts:
     publish(run_dir, 5, rollouts=[first, *others], older_digests={2: "o" * 32})
     publish(run_dir, 7, rollouts=others, older_digests={2: "o" * 32})
     publish(run_dir, 6, weights_digest="", teacher_digest="t" * 32)
-    _, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
+    _, out, _ = rollouts("show", run_dir.path, "5")
     assert f"sampled by version 2 with digest {'o' * 32}, version 4 with digest {'d' * 32} at" in out
     assert document(rollouts, run_dir, "show", "5")["older_digests"] == {"2": "o" * 32}
-    _, out, _ = rollouts("show", "7", "--output-dir", run_dir.path)
+    _, out, _ = rollouts("show", run_dir.path, "7")
     assert f"batch 7, sampled by version 2 with digest {'o' * 32} at" in out, "version 6 came too late"
-    _, out, _ = rollouts("show", "6", "--output-dir", run_dir.path)
+    _, out, _ = rollouts("show", run_dir.path, "6")
     assert f"batch 6, sampled by the teacher with digest {'t' * 32} at temperature 0.5, min_p 0.25" in out
     assert document(rollouts, run_dir, "show", "6")["teacher_digest"] == "t" * 32
 
@@ -230,7 +230,7 @@ def test_an_export_holds_every_rollout(rollouts: Command, run_dir: RunDir, tmp_p
 def test_export_writes_nothing_when_a_batch_is_damaged(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
     flip(run_dir.batch(4) / "orchestrator.json")
     target = tmp_path / "out" / "out.jsonl"
-    code, out, err = rollouts("export", "all", "--to", target, "--output-dir", run_dir.path)
+    code, out, err = rollouts("export", run_dir.path, "all", "--to", target)
     assert (code, out) == (2, "") and "orchestrator.json is damaged" in err and list(target.parent.iterdir()) == []
 
 
@@ -242,7 +242,7 @@ def test_export_that_fails_leaves_nothing(
 
     monkeypatch.setattr(atomic, "fsync_file", full)
     target = tmp_path / "out" / "out.jsonl"
-    code, _, err = rollouts("export", "all", "--to", target, "--output-dir", run_dir.path)
+    code, _, err = rollouts("export", run_dir.path, "all", "--to", target)
     assert code == 2 and f"{target} cannot be written: No space left" in err and list(target.parent.iterdir()) == []
 
 
@@ -268,29 +268,30 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     argv: list[str], message: str, refused: Refused, run_dir: RunDir, in_tmp_path: Path
 ) -> None:
     (in_tmp_path / "there.jsonl").touch()
-    assert message in refused("rollouts", *argv, "--output-dir", run_dir.path)
+    assert message in refused("rollouts", argv[0], run_dir.path, *argv[1:])
 
 
 def test_a_trace_of_what_a_teacher_sampled_names_the_teacher(rollouts: Command, run_dir: RunDir) -> None:
     made = [msgspec.structs.replace(one, versions=[]) for one in make_batch(5).rollouts]
     publish(run_dir, 5, rollouts=made, weights_digest="", teacher_digest="e" * 32)
-    code, out, _ = rollouts("trace", "5", "0", "--output-dir", run_dir.path)
+    code, out, _ = rollouts("trace", run_dir.path, "5", "0")
     assert code == 0 and out.splitlines()[-1] == f"sampled by the teacher with digest {'e' * 32}"
-    code, _, err = rollouts("trace", "5", "0", "--server", "http://localhost:1", "--output-dir", run_dir.path)
+    code, _, err = rollouts("trace", run_dir.path, "5", "0", "--server", "http://localhost:1")
     assert code == 2 and "Leave --server out" in err
 
 
 def test_a_directory_without_a_run_is_refused(rollouts: Command, refused: Refused, tmp_path: Path) -> None:
-    for place in (tmp_path / "nowhere", tmp_path):
-        assert "holds no rl run" in refused("rollouts", "stats", "--output-dir", place)
+    lacks = f"{tmp_path} holds no run: it has neither run.json nor rollouts"
+    for place, said in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, lacks)):
+        assert said in refused("rollouts", "stats", place)
     RunDir(tmp_path).create()
-    code, out, _ = rollouts("stats", "--output-dir", tmp_path)
+    code, out, _ = rollouts("stats", tmp_path)
     assert code == 0 and out.startswith("no batches in")
     for words, said in (
         (("export", "all", "--to", tmp_path / "x.jsonl"), "there is no batch in"),
         (("show", "latest"), "it has none"),
     ):
-        assert said in refused("rollouts", *words, "--output-dir", tmp_path)
+        assert said in refused("rollouts", words[0], tmp_path, *words[1:])
 
 
 @pytest.mark.parametrize("words", ["rollouts --help", "rollouts stats", "rollouts show 3", "ckpt ls", "ckpt verify"])
@@ -304,7 +305,7 @@ def test_looking_imports_nothing_heavy(words: str, run_dir: RunDir) -> None:
         "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy', 'tokenizers'}\n"
         "print('HEAVY', sorted(heavy & sys.modules.keys()))\n"
     )
-    argv += ["--output-dir", str(run_dir.path)]
+    argv[1:1] = [str(run_dir.path)] if argv != ["--help"] else []
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stdout
 
@@ -314,7 +315,7 @@ def test_a_mix_of_distributions_is_shown_and_exported_by_environment(rollouts: C
     for rollout in made:
         rollout.sampling = {"a": Sampling(), "b": Sampling(0.5, top_k=7)}[rollout.environment]
     publish(run_dir, 5, rollouts=made)
-    code, out, _ = rollouts("show", "5", "--output-dir", run_dir.path)
+    code, out, _ = rollouts("show", run_dir.path, "5")
     assert code == 0 and f"digest {'d' * 32}\n  a at temperature 1\n  b at temperature 0.5, top_k 7\n" in out
     sampling = document(rollouts, run_dir, "show", "5")["sampling"]
     assert sampling["b"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 7, "min_p": 0.0}

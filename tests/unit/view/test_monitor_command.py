@@ -149,9 +149,9 @@ def test_without_a_last_word_weights_say_the_end(run_command: Command, steps: Ru
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "name at least one run directory"),
-        (["nowhere"], "nowhere holds no run: it has no run.json"),
-        (["file"], "file holds no run"),
+        ([], "there is no run below outputs"),
+        (["nowhere"], "there is no directory nowhere (from "),
+        (["file"], "file holds no run: it has no run.json"),
         (["a_run", "--interval", "0"], "--interval 0 is not allowed: give 0.05 to 3600 seconds"),
         (["a_run", "--onc"], "unrecognized arguments: --onc"),
     ],

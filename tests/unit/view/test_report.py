@@ -206,10 +206,9 @@ def test_what_cannot_be_done_is_told(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "taken.html").mkdir()
     for words, said in (
         ([tmp_path], "holds no run: it has no run.json"),
-        ([tmp_path / "nowhere"], "holds no run: it has no run.json"),
+        ([tmp_path / "nowhere"], "there is no directory"),
         ([run_dir.path, "--to", tmp_path / "page.pdf"], "the name of a page ends with .html"),
         ([run_dir.path, "--to", tmp_path / "nowhere" / "page.html"], "there is no directory"),
-        ([], "report --help shows what is allowed"),
         ([run_dir.path, "--to", tmp_path / "taken.html"], "Choose another place with --to"),
     ):
         assert said in refused("report", *words)

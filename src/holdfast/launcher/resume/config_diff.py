@@ -192,7 +192,7 @@ def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, s
             f"the checkpoint of step {step} holds other tensors than this configuration has:\n"
             + "".join(f"         {line}\n" for line in changed)
             + "       A run continues with its own tensors. For a new run from its weights, export them (ckpt export "
-            "STEP --to DIR, with --base NAME to merge adapters) and give that as --model.name."
+            "RUN STEP --to DIR, with --base NAME to merge adapters) and give that as --model.name."
         )
 
 

@@ -351,7 +351,7 @@ def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
         raise CheckpointError(
             f"{path} (ckpt.init_from) does not fit this configuration:\n{''.join(changed)}"
             "       Give rank and alpha of the weights. Whole weights are given as --model.name to train adapters of "
-            "them; `ckpt export STEP --to DIR --base NAME` merges adapters."
+            "them; `ckpt export RUN STEP --to DIR --base NAME` merges adapters."
         )
     refuse_other_model(
         (path / MODEL_DIR if kind is Kind.CHECKPOINT else path) / "config.json",

@@ -26,6 +26,7 @@ from holdfast.launcher.resume.attempt import Attempt, last_started
 from holdfast.protocol.rollouts import fault_of_batch, vocab_size_in
 from holdfast.run import atomic
 from holdfast.run.checkpoints import newest_intact, verify_checkpoint
+from holdfast.run.choose_run import command_line
 from holdfast.run.journal import read_batch
 from holdfast.run.manifest import Verification
 from holdfast.run.run_dir import RunDir, number_of, numbered_paths
@@ -74,8 +75,9 @@ def resolve_resume_step(
         return newest
     if damaged:
         raise CheckpointError(
-            f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}. `ckpt verify` says more; "
-            "put a copy in their place, or choose another directory with --output-dir"
+            f"ckpt.resume_step = {wanted}: every checkpoint is damaged: {'; '.join(damaged)}. "
+            f"`{command_line('ckpt verify', run_dir.path)}` says more; put a copy in their place, or choose another "
+            "directory with --output-dir"
         )
     if wanted == "auto":
         return None

@@ -311,12 +311,12 @@ def _refuse_adapter_for_weights(tensors: Mapping[str, Tensor], there: Mapping[st
     if adapted_matrices(there) and not adapted_matrices(tensors):
         raise CheckpointError(
             f"{what} holds a LoRA adapter and no weights. Train it on with --model.lora and the model that it belongs "
-            "to as --model.name, or merge it: ckpt export STEP --to DIR --base NAME."
+            "to as --model.name, or merge it: ckpt export RUN STEP --to DIR --base NAME."
         )
     if adapted_matrices(tensors) and not adapted_matrices(there):
         raise CheckpointError(
             f"{what} holds no LoRA adapter, and with model.lora nothing else is loaded. Weights to start from are "
-            "given as --model.name (of a checkpoint: ckpt export STEP --to DIR)."
+            "given as --model.name (of a checkpoint: ckpt export RUN STEP --to DIR)."
         )
 
 

@@ -413,7 +413,7 @@ def test_other_tensors_than_before_are_refused(before: dict[str, Any], after: di
         refuse_other_tensors(settings, TrainerConfig.model_validate(after), step=5)
     message = str(caught.value)
     assert "the checkpoint of step 5 holds other tensors" in message and says in message
-    assert "ckpt export STEP --to DIR" in message and caught.value.exit_code == 2
+    assert "ckpt export RUN STEP --to DIR" in message and caught.value.exit_code == 2
 
 
 def test_parts_without_tensors_may_come_and_go() -> None:

@@ -1,0 +1,205 @@
+"""The RUN of a command that looks at runs: its first argument, or the only run below `outputs`.
+
+    ckpt verify outputs/mine 20        RUN, then the steps
+    ckpt verify 20                     a step, as there is no directory `20`: of the only run below outputs
+    ckpt verify                        every step of the only run below outputs
+    ckpt verify outputs/mine/checkpoints/step_20      the directory of a step: of the run that has it
+
+`--output-dir` names the directory of a run that a command makes. Commands that look refuse it, and print the command
+with the argument.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.arguments import Parser, Subcommands, add_json, first_positional
+from holdfast.errors import ConfigError, printable
+from holdfast.process.imports import is_checkout
+from holdfast.run.run_dir import OF_RUN, RunDir
+
+HOME = Path("outputs")
+"""Where runs are looked for that no argument names."""
+_DEPTH = 3
+_MOST_DIRECTORIES, _MOST_LISTED, _MOST_NAMED = 5000, 20, 5
+_STEP_WORD = re.compile(r"latest|all|-1|\d+(-\d+)?")
+_STEP_NAME = re.compile(r"step_\d+(\.\d+)?")
+_OLD_FLAGS = ("--output-dir", "--output_dir")
+
+
+class RunSubcommands(Subcommands):
+    """Subcommands that look at one run: each takes RUN first, and `--json`."""
+
+    def __init__(self, program: str, description: str, epilog: str) -> None:
+        shared = Parser(add_help=False)
+        add_run(shared)
+        add_json(shared)
+        epilog += " If the first word is a STEP and not a directory, RUN is the only run below outputs."
+        super().__init__(program, description, epilog, shared=shared)
+
+    def parse(self, argv: list[str]) -> Namespace:
+        """Return the arguments, with the directory of the run as `run`. Raise ConfigError also for `--output-dir`, or
+        if no run or several runs are meant."""
+        refuse_output_dir(self._parser.prog, argv, list(self._commands))
+        return super().parse(argv)
+
+    def _parse_words(self, parser: Parser, words: list[str]) -> Namespace:
+        return parse_run(parser, words, takes_steps=True)
+
+
+def add_run(parser: Parser) -> None:
+    """Add the argument RUN, for `parse_run`."""
+    told = "the run's directory (unset: the only run below outputs)"
+    parser.add_argument("run", type=Path, metavar="[RUN]", help=told)
+
+
+def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) -> Namespace:
+    """Parse the words of a command that looks at one run; `run` is its directory.
+
+    Args:
+        takes_steps: a first word may be a step.
+
+    Raise ConfigError for a bad word, or if no run or several runs are meant.
+    """
+    word, run = first_positional(parser, words), None
+    if word is not None:
+        if takes_steps and _is_step_directory(word):
+            run = next((path for path in Path(word).parents if RunDir(path).holds_run()), Path(word).parent)
+        elif not (takes_steps and _is_step(word)):
+            return parser.parse_intermixed_args(words)
+    arguments = parser.parse_intermixed_args([os.curdir, *words])  # first: a mistake in the other words
+    arguments.run = run or only_run(parser.prog, words)
+    return arguments
+
+
+def _is_step(word: str) -> bool:
+    return _STEP_WORD.fullmatch(word) is not None and not Path(word).is_dir()
+
+
+def _is_step_directory(word: str) -> bool:
+    path = Path(word)
+    return _STEP_NAME.fullmatch(path.name) is not None and path.is_dir() and not RunDir(path).holds_run()
+
+
+def only_run(command: str, words: Sequence[str], *, takes_evaluations: bool = False) -> Path:
+    """Return the only run below `outputs`, for a command whose words name none.
+
+    Args:
+        takes_evaluations: directories of `evaluate` count, too.
+
+    Raise ConfigError, with a command line, if there is no run or several.
+    """
+    found = all_runs(command, words, takes_evaluations=takes_evaluations)
+    if len(found) == 1:
+        return found[0]
+    listed = [f"  {printable(path)}" for path in found[:_MOST_LISTED]]
+    listed += [f"  and {len(found) - _MOST_LISTED} more"] if len(found) > _MOST_LISTED else []
+    raise ConfigError(
+        f"{command} needs one run, and there are {len(found)} below {HOME}. The newest first:\n"
+        + "\n".join(listed)
+        + f"\nName the run, such as the newest:\n  {command_line(command, found[0], words)}"
+    )
+
+
+def all_runs(command: str, words: Sequence[str], *, takes_evaluations: bool = False) -> list[Path]:
+    """Return all runs below `outputs`, the newest first. Raise ConfigError if there is none. Arguments as of
+    `only_run`."""
+    found = [path for path in runs_below(HOME) if takes_evaluations or not is_evaluation(path)]
+    if not found:
+        raise ConfigError(
+            f"there is no run below {HOME} (from {Path.cwd()}). Name the directory of a run, such as "
+            f"`{command_line(command, Path('DIRECTORY'), words)}`. `sft`, `dpo`, `reward-model` and `rl` make runs: "
+            f"`{_prefix()}rl @ configs/reverse_text/rl.toml`."
+        )
+    return found
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """Return `directory` and directories up to three levels below it that hold a run or an evaluation, the newest
+    first."""
+    budget = iter(range(_MOST_DIRECTORIES))
+    found = {path.resolve(): path for path in _runs_in(directory, _DEPTH, budget)}
+    return sorted(found.values(), key=_changed, reverse=True)
+
+
+def _runs_in(directory: Path, depth: int, budget: Iterator[int]) -> Iterator[Path]:
+    if next(budget, None) is None:
+        return
+    is_run = RunDir(directory).holds_run()
+    if is_run:
+        yield directory
+    with suppress(OSError):  # nobody may read it, or it is removed at this moment
+        for path in sorted(directory.iterdir()) if depth else ():
+            if path.is_dir() and not path.name.startswith(".") and not (is_run and path.name in OF_RUN):
+                yield from _runs_in(path, depth - 1, budget)
+
+
+def _changed(run: Path) -> float:
+    """Return when a run was last started, or trained a step."""
+    times = [0.0]
+    for name in ("run.json", "run.lock", "metrics.jsonl"):
+        with suppress(OSError):
+            times.append((run / name).stat().st_mtime)
+    return max(times)
+
+
+def is_evaluation(path: Path) -> bool:
+    """Whether the directory is of `evaluate`."""
+    return (path / "config" / "evaluate.toml").exists()
+
+
+def no_run(path: Path, lacks: str = "no run.json") -> ConfigError:
+    """Return the error that `path`, which lacks something, holds no run; it names runs that are there."""
+    path = path.relative_to(here) if path.is_relative_to(here := Path.cwd()) else path
+    if os.path.lexists(path):
+        told = f"{path} holds no run: it has {lacks} (from {here})."
+    else:
+        told = f"there is no directory {path} (from {here})."
+    place, below = path, runs_below(path)
+    if not below:
+        place, below = HOME, runs_below(HOME)
+    names = [printable(one) for one in below[:_MOST_NAMED]]
+    names += [f"{len(below) - _MOST_NAMED} more"] if len(below) > _MOST_NAMED else []
+    there = f" Below {place} there {'are' if len(names) > 1 else 'is'}: {', '.join(names)}." if names else ""
+    return ConfigError(f"{told} Name the output directory of a run.{there}")
+
+
+def refuse_output_dir(program: str, argv: Sequence[str], subcommands: Sequence[str] = ()) -> None:
+    """Refuse `--output-dir` for a command that looks at runs. Raise ConfigError with the whole command to type."""
+    run, others, words = None, list[str](), iter(argv)
+    for word in words:
+        flag, joined, value = word.partition("=")
+        if flag in _OLD_FLAGS:
+            run = value if joined else next(words, "")
+        else:
+            others.append(word)
+    if run is None:
+        return
+    command = program
+    if subcommands:
+        subcommand = next((word for word in others if word in subcommands), None)
+        if subcommand is not None:
+            others.remove(subcommand)
+        command += f" {subcommand or subcommands[0]}"
+    raise ConfigError(
+        f"{program} takes the run as its first argument, not by --output-dir, which names the directory of a new run. "
+        f"The command is:\n  {command_line(command, Path(run or 'DIRECTORY'), others)}"
+    )
+
+
+def command_line(command: str, run: Path, words: Sequence[str] = ()) -> str:
+    """Return the line to type that runs a command on a run; `words` are its other words."""
+    name = str(run)
+    if name.startswith("-") or _STEP_WORD.fullmatch(name):
+        name = os.path.join(os.curdir, name)  # noqa: PTH118 - a Path drops the dot
+    return f"{_prefix()}{command} {shlex.join([name, *words])}"
+
+
+def _prefix() -> str:
+    return "uv run " if is_checkout() else ""
