@@ -25,7 +25,7 @@ from holdfast.process.imports import is_checkout
 from holdfast.run.run_dir import OF_RUN, RunDir
 
 HOME = Path("outputs")
-"""Where runs are looked for that no argument names."""
+"""The commands look for runs below this directory if no argument names a run."""
 _DEPTH = 3
 _MOST_DIRECTORIES, _MOST_LISTED, _MOST_NAMED = 5000, 20, 5
 _STEP_WORD = re.compile(r"latest|all|-1|\d+(-\d+)?")

@@ -1,1 +1,1 @@
-"""Starts evaluations: one policy with its own server, or the checkpoints of a run one after the other."""
+"""Starts evaluations: of one policy, or of each checkpoint of a run."""
