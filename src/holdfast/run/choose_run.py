@@ -28,7 +28,7 @@ HOME = Path("outputs")
 """The commands look for runs below this directory if no argument names a run."""
 _DEPTH = 3
 _MOST_DIRECTORIES, _MOST_LISTED, _MOST_NAMED = 5000, 20, 5
-_STEP_WORD = re.compile(r"latest|all|-1|\d+(-\d+)?")
+_STEP_WORD = re.compile(r"latest|all|-1|[0-9]+(-[0-9]+)?")
 _STEP_NAME = re.compile(r"step_\d+(\.\d+)?")
 _OLD_FLAGS = ("--output-dir", "--output_dir")
 
@@ -79,7 +79,7 @@ def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) ->
 
 
 def _is_step(word: str) -> bool:
-    return _STEP_WORD.fullmatch(word) is not None and not Path(word).is_dir()
+    return _STEP_WORD.fullmatch(word) is not None and not os.path.isdir(word)  # noqa: PTH112 - a name may be too long
 
 
 def _is_step_directory(word: str) -> bool:
@@ -131,10 +131,10 @@ def runs_below(directory: Path) -> list[Path]:
 def _runs_in(directory: Path, depth: int, budget: Iterator[int]) -> Iterator[Path]:
     if next(budget, None) is None:
         return
-    is_run = RunDir(directory).holds_run()
-    if is_run:
-        yield directory
     with suppress(OSError):  # nobody may read it, or it is removed at this moment
+        is_run = RunDir(directory).holds_run()
+        if is_run:
+            yield directory
         for path in sorted(directory.iterdir()) if depth else ():
             if path.is_dir() and not path.name.startswith(".") and not (is_run and path.name in OF_RUN):
                 yield from _runs_in(path, depth - 1, budget)

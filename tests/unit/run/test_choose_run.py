@@ -120,7 +120,9 @@ def test_a_directory_named_like_a_step_is_the_run(run_command: Command, refused:
     write_checkpoint(RunDir(make_run("outputs/a")), 7)
     code, out, _ = run_command("ckpt", "verify", "7", "--json")
     assert code == 0 and [Path(one["path"]).name for one in json.loads(out)["directories"]] == ["step_1"]
-    assert "step 8 is not in" in refused("ckpt", "verify", "8")
+    for step in ("8", "8" * 18):
+        assert f"step {step} is not in" in refused("ckpt", "verify", step)
+    assert "name too long" in refused("ckpt", "verify", "8" * 5000)
     assert "there is no directory latest" in refused("report", "latest"), "it has no steps"
 
 
