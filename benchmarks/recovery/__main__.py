@@ -1,9 +1,9 @@
 """From SIGKILL to the next trained step, beside a cold start: `uv run --group dev python -m benchmarks.recovery`.
 
-Each round is one run of the quick start with a smaller batch. Each process is killed once, and the clock runs
-from the signal until a step beyond the last one before it is trained: steps that are trained again after the
-checkpoint do not count. A killed launcher is started again at once, with `--ckpt.resume-step auto`. The cold
-start is the time from the command to the first trained step of the same run.
+Each round is one run of the quick start on vLLM, with a smaller batch. Each process is killed once, and the clock
+runs from the signal until the run trains a step that it has not trained before the signal. A killed launcher is
+started again at once, with `--ckpt.resume-step auto`. The cold start is the time from the command to the first trained
+step of the same run. A round fails if another process has not taken the place of the killed process.
 
 The trainer has up to two batches on hand when somebody else dies, so the next step may come at once. The second
 column is therefore the time until a step is trained whose batch nobody had begun at the signal.
@@ -45,8 +45,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--victims", nargs="+", choices=list(_VICTIMS), default=list(_VICTIMS), metavar="PROCESS",
+                        help=f"of {', '.join(_VICTIMS)} (all)")  # fmt: skip
     arguments = parser.parse_args()
-    taken: dict[str, list[tuple[float, float]]] = {victim: [] for victim in _VICTIMS}
+    taken: dict[str, list[tuple[float, float]]] = {victim: [] for victim in arguments.victims}
     cold: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, arguments.rounds + 1):
@@ -62,10 +64,10 @@ def _print_medians(cold: list[float], taken: dict[str, list[tuple[float, float]]
     print(f"\nmedians of {len(cold)}; in brackets as a share of a cold start")
     print(f"{'':37s} {'next step':>16s} {'step of a new batch':>22s}")
     print(f"{'cold start':37s} {start:7.1f} s")
-    for victim, name in _VICTIMS.items():
-        first, fresh = (statistics.median(column) for column in zip(*taken[victim], strict=True))
+    for victim, seconds_of_rounds in taken.items():
+        first, fresh = (statistics.median(column) for column in zip(*seconds_of_rounds, strict=True))
         shares = (f"{seconds:7.1f} s ({seconds / start:.2f})" for seconds in (first, fresh))
-        print(f"{name + ' killed':37s} " + "      ".join(shares))
+        print(f"{_VICTIMS[victim] + ' killed':37s} " + "      ".join(shares))
 
 
 def _round(output_dir: Path, taken: dict[str, list[tuple[float, float]]]) -> float:
@@ -74,23 +76,26 @@ def _round(output_dir: Path, taken: dict[str, list[tuple[float, float]]]) -> flo
     flags = (*flags, "--inference.server.port", str(free_port()), "--ckpt.resume-step", "auto")
     progress = Progress(RunDir(output_dir))
     begin = time.monotonic()
-    run = RlRun(output_dir, *flags)
+    run = RlRun(output_dir, *flags, starts_python=True)  # forks start faster than the processes of a user
     try:
         _wait(progress, 1, run)
         cold = time.monotonic() - begin
         for victim, seconds in taken.items():
             _wait(progress, progress.step() + _STEPS_BETWEEN, run)
             process = find_process(run, victim)
-            assert process is not None, run.output
+            if process is None:
+                raise SystemExit(f"there is no {_VICTIMS[victim]} to kill:\n{run.output[-4000:]}")
             step, killed = progress.step(), time.monotonic()
             process.kill()
             if victim == "launcher":
                 run.wait()
-                run = RlRun(output_dir, *flags)
+                run = RlRun(output_dir, *flags, starts_python=True)
             _wait(progress, step + 1, run, busy=victim)
             first = time.monotonic() - killed
             _wait(progress, step + _STEPS_AHEAD, run, busy=victim)
             seconds.append((first, time.monotonic() - killed))
+            if find_process(run, victim) in (None, process):
+                raise SystemExit(f"nothing has taken the place of the {_VICTIMS[victim]}:\n{run.output[-4000:]}")
         run.interrupt(signal.SIGTERM)
         run.wait()
         return cold
