@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
@@ -19,8 +21,7 @@ from rich.table import Table
 from benchmarks.scale.measure import MEMORY_LIMIT_BYTES, Figures, measure
 from benchmarks.scale.models import CONFIGS
 
-COLUMNS = (
-    "model",
+ROWS = (
     "ranks",
     "items per rank",
     "local plan s",
@@ -41,11 +42,11 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Measure every configuration in a process of its own and print a table."""
+    """Measure every configuration in a process of its own, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(CONFIGS), help="of: " + ", ".join(CONFIGS))
     parser.add_argument("--ranks", default="64,256,1024")
-    parser.add_argument("--quick", action="store_true", help="the 70B model on 8 and 64 ranks only: 20 s")
+    parser.add_argument("--quick", action="store_true", help="the 70B model on 8 and 64 ranks only")
     parser.add_argument("--collect-garbage", action="store_true", help="leave Python's garbage collector on")
     arguments = parser.parse_args()
     models, ranks = ("70b", "8,64") if arguments.quick else (arguments.models, arguments.ranks)
@@ -53,19 +54,28 @@ def main() -> None:
     if unknown:
         parser.error(f"--models {','.join(sorted(unknown))}: there are {', '.join(CONFIGS)}")
     console = Console()
-    table = Table(*COLUMNS, title="A sharded save, on rank 0")
-    for column in table.columns:
-        column.justify = "right"
+    found: dict[tuple[str, int], list[str]] = {}
     try:
         for model in models.split(","):
             for num_ranks in map(int, ranks.split(",")):
                 with console.status(f"{model} on {num_ranks} ranks"):
-                    table.add_row(model, str(num_ranks), *_row(model, num_ranks, arguments.collect_garbage))
+                    found[model, num_ranks] = _column(model, num_ranks, arguments.collect_garbage)
     finally:
-        console.print(table)
+        console.print(table_of(found))
 
 
-def _row(model: str, num_ranks: int, collect_garbage: bool) -> list[str]:
+def table_of(found: Mapping[tuple[str, int], Sequence[str]]) -> Table:
+    """Return a table with a column for each model and number of ranks."""
+    table = Table("model", *(model for model, _ in found), title="A sharded save, on rank 0")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    columns = [[str(num_ranks), *cells] for (_, num_ranks), cells in found.items()]
+    for row in zip_longest(ROWS, *columns, fillvalue=""):
+        table.add_row(*row)
+    return table
+
+
+def _column(model: str, num_ranks: int, collect_garbage: bool) -> list[str]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             figures = pool.submit(measure, model, num_ranks, collect_garbage=collect_garbage).result()
@@ -75,7 +85,7 @@ def _row(model: str, num_ranks: int, collect_garbage: bool) -> list[str]:
 
 
 def cells(figures: Figures) -> list[str]:
-    """Return one row of the table, without model and ranks."""
+    """Return one column of the table, without model and ranks."""
     again = figures.cached_local_s + figures.cached_global_s
     return [
         f"{figures.num_items}",
