@@ -22,6 +22,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.trainer.data.tokenizing import FEW_ROWS
+
 LOAD = """
 import json, sys, time
 from holdfast.config.training import SftDataConfig
@@ -41,6 +43,8 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=200_000)
     parser.add_argument("--tokenizer", default="examples/reverse_text/base")
     arguments = parser.parse_args()
+    if arguments.chats <= FEW_ROWS:
+        parser.error(f"--chats {arguments.chats}: the loader caches data of more than {FEW_ROWS} rows")
     table = Table("start", "seconds", "most memory, MiB", title=f"{arguments.chats:,} chats")
     with tempfile.TemporaryDirectory() as folder:
         data, cache = Path(folder) / "chats.jsonl", Path(folder) / "cache"
