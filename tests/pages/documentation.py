@@ -25,6 +25,7 @@ from tests.conftest import ROOT
 PAPERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 PAGES = [*PAPERS, *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"console", "python", "toml", "yaml", "bash", "diff", "text"}
+_GET_UV = ["pip", "install", "uv", "&&"]
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
@@ -32,7 +33,7 @@ _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 class Command:
     where: str
     line: str
-    words: list[str]  # the line as a shell splits it, without `uv run`
+    words: list[str]  # the line as a shell splits it, without what installs: `pip install uv &&` and `uv run`
     output: list[str] = field(default_factory=list)  # the lines that the page shows below it
 
     @property
@@ -88,6 +89,8 @@ class Block:
 
 def behind_uv(words: list[str]) -> list[str]:
     """Return what `uv run` runs, here where the groups and packages that it would install are: the words behind it."""
+    if words[: len(_GET_UV)] == _GET_UV:
+        words = words[len(_GET_UV) :]
     if words[:2] != ["uv", "run"]:
         return words
     return words[4:] if words[2] in ("--group", "--with") else words[2:]

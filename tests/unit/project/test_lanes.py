@@ -17,6 +17,8 @@ from tests.lanes.marks import BY_HAND, LANES, RESOURCES
 from tests.lanes.shares import SHARES
 from tests.mutants.mutations import mutations
 from tests.pages import guarantees, promises
+from tests.pages.documentation import blocks, commands
+from tests.pages.runs import can_be_started
 
 
 def pytest_run(tmp_path: Path, source: str, *words: str) -> tuple[int, str]:
@@ -58,9 +60,24 @@ def test_a_lane_runs_its_tests_and_paths_run_whatever_they_hold(words: str, ran:
     assert re.findall(r"::test_(\w)\S* PASSED", printed) == list(ran), printed
 
 
-def test_the_check_of_a_change_runs_the_command_of_the_readme() -> None:
-    (command,) = re.findall(r"^## Tests\n\n```console\n(.*)\n```", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert command in (ROOT / ".ci" / "run").read_text()
+def test_every_command_of_the_readme_is_run() -> None:
+    """By `.ci/run` word for word, or at night by `test_the_readme` with fewer steps."""
+    page = ROOT / "README.md"
+    assert {block.language for block in blocks(page)} == {"console", "python"}, "a script is read, and not run"
+    pasted = subprocess.check_output([ROOT / ".ci" / "readme"], text=True).splitlines()
+    whole = [
+        re.escape(f"pip install uv && uv run --group {words}") for words in ("cpu rl @ ", "dev python -m tests.lanes")
+    ]
+    assert len(pasted) == 2 and all(map(re.match, whole, pasted))
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.count("\nmapfile -t lines < <(.ci/readme)\n") == 1
+    assert all(script.count(f'\nbash -c "${{lines[{number}]}}"\n') == 1 for number in (0, 1))
+    others = [command for command in commands(page) if command.line not in pasted]
+    assert [command.line for command in commands(page) if command.line in pasted] == pasted
+    assert not [command.line for command in others if not can_be_started(command) and command.program != "sha256sum"]
+
+
+def test_the_workflows_run_the_scripts() -> None:
     workflows = [(ROOT / ".github" / "workflows" / name).read_text() for name in ("check.yml", "nightly.yml")]
     assert all("run: .ci/run\n" in text for text in workflows) and "run: .ci/nightly\n" in workflows[1]
 
