@@ -1,14 +1,15 @@
 """Commands of the docs as a reader gives them, one after the other, with what the page shows that they print."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.pages.documentation import commands
-from tests.pages.runs import Checkout, can_be_started, is_run
+from tests.pages.runs import MAKE_MODEL, RL_STEPS, Checkout, can_be_started, is_run
 
-_LOOKED_INTO = ("files.md", "environments.md", "evaluation.md", "first_run.md")
+_LOOKED_INTO = ("files.md", "environments.md", "evaluation.md", "first_run.md", "smollm2.md")
 STARTED = {"README.md", "checkpoints.md", *_LOOKED_INTO}
 """Pages whose commands are all started here; of the others they are checked by --dry-run."""
 pytestmark = [pytest.mark.docs, pytest.mark.launch, pytest.mark.timeout(2400)]  # many whole runs in one test
@@ -27,17 +28,26 @@ def test_the_page_about_checkpoints(tmp_path: Path) -> None:
 
 def test_the_readme(tmp_path: Path) -> None:
     """All of it, the quick start too; each of its runs, and the first of first_run.md, is killed and given again. They
-    end with the bits of those that nobody killed; so does the second run of the README.
+    end with the bits of those that nobody killed; so does the second run of the README, as its checksums say. A small
+    model stands in for SmolLM2.
     """
     whole, killed = (Checkout(tmp_path / name) for name in ("whole", "killed"))
     printed = {}
     for checkout in (whole, killed):
         checkout.save_files(ROOT / "README.md")
-    for command in filter(can_be_started, commands(ROOT / "README.md")):
+    for command in commands(ROOT / "README.md"):
+        if command.program == "sha256sum":
+            words = [word.replace("step_50", f"step_{RL_STEPS}") for word in command.words]
+            sums = subprocess.check_output(words, cwd=whole.path, text=True).splitlines()
+            assert len(sums) == 2 and len({line.split()[0] for line in sums}) == 1
+        if not can_be_started(command):
+            continue
         short = ["--max-steps", "3"] if "outputs/last_letters" in command.words else []
         printed[tuple(command.words[:3])] = whole.start(command, *short)
         if is_run(command):
             killed.start_and_kill(command, *short, printed=printed[tuple(command.words[:3])])
+        elif command.program == MAKE_MODEL:
+            killed.start(command)
     first = next(filter(is_run, commands(ROOT / "docs" / "first_run.md")))
     killed.start_and_kill(first, printed=printed[tuple(first.words[:3])])
 
