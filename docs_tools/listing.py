@@ -16,7 +16,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -27,6 +27,7 @@ from pydantic_core import PydanticUndefined
 
 from holdfast import config
 from holdfast.config.base import Command
+from holdfast.config.by_type import OWN, ByType, by_type
 from holdfast.config.marks import Mark, Marks, marks_of, models_in
 from holdfast.config.resolved import is_free
 from holdfast.config.rl import shared
@@ -84,7 +85,7 @@ class Table:
 
 def tables(command: str) -> list[Table]:
     """Return the settings of a command, model by model, those of the command itself first."""
-    return list(_tables_of(SETTINGS[command], "", "", False, command))
+    return list(_tables_of({"": SETTINGS[command]}, "", "", False, command))
 
 
 def free_settings() -> set[str]:
@@ -102,23 +103,69 @@ def _is_below(key: str, marks: dict[str, Marks]) -> bool:
     return Mark.FREE in marks.get(section, ())
 
 
-def _tables_of(model: type[BaseModel], key: str, text: str, is_off: bool, command: str) -> Iterator[Table]:
-    settings, below, texts = [], [], texts_of(model)
-    for name, info in model.model_fields.items():
+def _tables_of(
+    models: Mapping[str, type[BaseModel]],
+    key: str,
+    text: str,
+    is_off: bool,
+    command: str,
+    chooser: ByType | None = None,
+) -> Iterator[Table]:
+    settings, below = [], []
+    for name, (info, description) in _fields_of(models).items():
         place = f"{key}.{name}" if key else name
-        models, below_it = models_in(info.annotation)
-        if not models or default_of(info) not in ("unset", ""):
+        inner, below_it = models_in(info.annotation)
+        if not inner or default_of(info) not in ("unset", ""):
             free = is_free(SETTINGS[command], place) if command in _RESUMES else None
-            settings.append(Setting(place, kind(info), default_of(info) or "unset", texts[name], free))
-        for inner in models:
-            below.append((inner, place + below_it, texts[name], default_of(info) == "unset"))
+            given = {one: fields[name] for one, model in models.items() if name in (fields := model.model_fields)}
+            default = json.dumps(chooser.default) if chooser and name == chooser.key else _defaults(given)
+            settings.append(Setting(place, _kinds(name, given), default, description, free))
+        if inner:
+            how, variants = by_type(info) or (None, {"": inner[0]})
+            below.append((variants, place + below_it, description, default_of(info) == "unset", how))
     yield Table(key, text, settings, is_off)
-    for inner_model, place, description, inner_off in below:
+    for inner_models, place, description, inner_off, how in below:
+        (inner_model, *_) = inner_models.values()
         page = next((name for name, other in SETTINGS.items() if other is inner_model and name != command), None)
         if page is not None:
             yield Table(place, description, [], inner_off, page)
         else:
-            yield from _tables_of(inner_model, place, description, inner_off, command)
+            yield from _tables_of(inner_models, place, description, inner_off, command, how)
+
+
+def _fields_of(models: Mapping[str, type[BaseModel]]) -> dict[str, tuple[FieldInfo, str]]:
+    """Return every field of some models, which a type chooses, with its help text and the types that have it."""
+    fields: dict[str, tuple[FieldInfo, str]] = {}
+    texts = {model: texts_of(model) for model in models.values()}
+    for model in models.values():
+        for name, info in model.model_fields.items():
+            owners = {one for one, other in models.items() if name in other.model_fields}
+            fields.setdefault(name, (info, texts[model][name] + _only(owners, list(models))))
+    return fields
+
+
+def _only(owners: Set[str], types: Sequence[str]) -> str:
+    """Return for which types a setting is, if not for all."""
+    has, lacks = ([f"`{one}`" for one in types if (one in owners) == side] for side in (True, False))
+    if not lacks:
+        return ""
+    return f" Only of {', '.join(has)}." if len(has) <= len(lacks) else f" Not of {', '.join(lacks)}."
+
+
+def _kinds(name: str, given: Mapping[str, FieldInfo]) -> str:
+    kinds = [json.dumps(OWN) if one == OWN and name == "type" else kind(info) for one, info in given.items()]
+    return " or ".join(dict.fromkeys(kinds))
+
+
+def _defaults(given: Mapping[str, FieldInfo]) -> str:
+    """Return the default of a setting, with the defaults of single types after the most frequent default."""
+    of_types: dict[str, list[str]] = {}
+    for one, info in given.items():
+        of_types.setdefault(default_of(info) or "unset", []).append(one)
+    if len(of_types) == 1:
+        return next(iter(of_types))
+    common, *others = sorted(of_types, key=lambda default: -len(of_types[default]))
+    return "; ".join([common, *(f"{', '.join(of_types[default])}: {default}" for default in others)]).replace('"', "")
 
 
 def texts_of(model: type[BaseModel]) -> dict[str, str]:
@@ -212,7 +259,8 @@ def json_schema(command: str) -> str:
         for key, described in definition.get("properties", {}).items():
             described.pop("title", None)
             described |= {"description": texts[key]} if texts.get(key) else {}
-    return json.dumps(schema, indent=1, ensure_ascii=False)
+    # Settings without a type fit several models, and JSON Schema knows no default type.
+    return json.dumps(schema, indent=1, ensure_ascii=False).replace('"oneOf"', '"anyOf"')
 
 
 def _models_in(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

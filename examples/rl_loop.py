@@ -155,7 +155,7 @@ def main(directory: str, max_steps: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     environment, engine = Reverse(), Engine(model, tokenizer.stop_token_ids)
-    loss_function = build_policy_loss(PolicyLossConfig(type="grpo"))
+    loss_function = build_policy_loss(PolicyLossConfig.of(type="grpo"))
     print(f"{PROBLEMS} problems of {GROUP_SIZE} rollouts a step, {UPDATES} updates on them", flush=True)
 
     # Whatever the rest of the run depends on must be in the state, or be a function of the step.

@@ -23,8 +23,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from holdfast.chat.messages import Message
     from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
-    from holdfast.config.algorithm import PolicyLossConfig
     from holdfast.config.environments import JudgeConfig
+    from holdfast.config.policy_losses import PolicyLossConfig
     from holdfast.errors import (
         CheckpointError,
         ConfigError,
@@ -106,7 +106,7 @@ _NAMES_OF = {
     "chat.messages": ("Message",),
     "chat.tokenizer": ("Tokenizer", "load_tokenizer"),
     "config.environments": ("JudgeConfig",),
-    "config.algorithm": ("PolicyLossConfig",),
+    "config.policy_losses": ("PolicyLossConfig",),
     "errors": (
         "CheckpointError",
         "ConfigError",

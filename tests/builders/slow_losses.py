@@ -9,8 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
-from holdfast.config.losses_and_advantages import POLICY_LOSSES
+from holdfast.config.policy_losses import (
+    POLICY_LOSSES,
+    BuiltInLoss,
+    CispoLoss,
+    ClippedLoss,
+    Correction,
+    DppoLoss,
+    GspoLoss,
+    GspoTokenLoss,
+    Mask,
+    NoCorrection,
+    PolicyGradientLoss,
+    PolicyLossConfig,
+    PpoLoss,
+    RatioLoss,
+    SftLoss,
+    Truncation,
+)
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
 from tests.builders.policy_inputs import policy_input
 
@@ -37,63 +53,65 @@ def bounded(log_ratio: float) -> float:
     return clip(log_ratio, -20.0, 20.0)
 
 
-def correction_weight(sequence: list[Token], token: Token, config: CorrectionConfig) -> float:
+def correction_weight(sequence: list[Token], token: Token, config: Truncation | Mask) -> float:
     logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
     own = bounded(token["old"] - token["sampler"])
     log_weight = {"token": own, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level]
     return math.exp(bounded(log_weight))
 
 
-def factor(sequence: list[Token], token: Token, config: CorrectionConfig) -> float:
-    if config.type == "none":
+def factor(sequence: list[Token], token: Token, config: Correction) -> float:
+    if isinstance(config, NoCorrection):
         return 1.0
     logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
     if config.veto is not None and math.exp(min(logs)) < config.veto:
         return 0.0
     weight = correction_weight(sequence, token, config)
-    assert config.high is not None
-    if config.type == "truncate":
+    if isinstance(config, Truncation):
         return min(weight, config.high)
-    assert config.low is not None
+    assert config.low is not None and config.high is not None
     return weight if config.low <= weight <= config.high else 0.0
 
 
-def clipped_surrogate(ratio: float, advantage: float, config: PolicyLossConfig) -> float:
+def clipped_surrogate(ratio: float, advantage: float, config: PpoLoss) -> float:
     value = min(ratio * advantage, clip(ratio, *config.clip_range) * advantage)
-    assert config.dual_clip is not None
     return max(value, config.dual_clip * advantage) if advantage < 0 and config.dual_clip < math.inf else value
 
 
-def slow_objective(sequence: list[Token], held: list[Token], place: int, config: PolicyLossConfig) -> float:
+def slow_objective(sequence: list[Token], held: list[Token], place: int, config: BuiltInLoss) -> float:
     """Return what the token at `place` adds; `held` has the log-probs wherever the paper stops the gradient."""
-    base = config.ratio_to or "sampler"
+    base = _base(config)
     token, advantage = sequence[place], sequence[place]["advantage"]
     frozen_ratio = math.exp(bounded(held[place]["new"] - token[base]))
     ratio = math.exp(bounded(token["new"] - token[base]))
-    match config.type:
-        case "sft":
+    match config:
+        case SftLoss():
             return token["new"]
-        case "policy_gradient":
-            return min(frozen_ratio, config.ratio_max or 0.0) * advantage * token["new"]
-        case "dppo":
-            assert config.clip_low is not None and config.clip_high is not None
+        case DppoLoss():
             moved = math.exp(held[place]["new"]) - math.exp(token[base])
             if (advantage > 0 and moved > config.clip_high) or (advantage < 0 and moved < -config.clip_low):
                 return 0.0
-            return min(frozen_ratio, config.ratio_max or 0.0) * advantage * token["new"]
-        case "cispo":
+            return min(frozen_ratio, config.ratio_max) * advantage * token["new"]
+        case PolicyGradientLoss():
+            return min(frozen_ratio, config.ratio_max) * advantage * token["new"]
+        case CispoLoss():
             return clip(frozen_ratio, *config.clip_range) * advantage * token["new"]
-        case "gspo":
+        case GspoLoss() if config.type == "gspo":
             ratio = math.exp(sum(bounded(t["new"] - t[base]) for t in sequence) / len(sequence))
-        case "gspo_token":
+        case GspoTokenLoss():
             mean = sum(bounded(t["new"] - t[base]) for t in held) / len(held)
             ratio = math.exp(mean) * math.exp(token["new"] - held[place]["new"])
         case _:
             assert config.type in ("grpo", "dr_grpo", "dapo", "ppo")
+    assert isinstance(config, PpoLoss)
     return clipped_surrogate(ratio, advantage, config)
 
 
-def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences) -> float:
+def _base(config: BuiltInLoss) -> str:
+    return (config.ratio_to if isinstance(config, RatioLoss) else None) or "sampler"
+
+
+def slow_loss(sequences: Sequences, config: BuiltInLoss, frozen: Sequences) -> float:
     """Return the loss in loops; `frozen` holds the log-probs wherever the paper stops the gradient."""
     num_tokens = sum(len(sequence) for sequence in sequences)
     total = 0.0
@@ -111,26 +129,28 @@ def slow_loss(sequences: Sequences, config: PolicyLossConfig, frozen: Sequences)
     return total
 
 
-def slow_counts(sequences: Sequences, config: PolicyLossConfig) -> dict[str, int]:
+def slow_counts(sequences: Sequences, config: BuiltInLoss) -> dict[str, int]:
     """Return how many tokens lie beyond each bound of the loss and of its correction."""
-    base, counts, correction = config.ratio_to or "sampler", Counter[str](), config.correction
+    base, counts, correction = _base(config), Counter[str](), config.correction
+    veto = None if isinstance(correction, NoCorrection) else correction.veto
     for sequence in sequences:
         logs = [bounded(token["new"] - token[base]) for token in sequence]
-        vetoed = correction.veto is not None and any(
-            math.exp(bounded(token["old"] - token["sampler"])) < correction.veto for token in sequence
+        vetoed = veto is not None and any(
+            math.exp(bounded(token["old"] - token["sampler"])) < veto for token in sequence
         )
         for token, log in zip(sequence, logs, strict=True):
             ratio, advantage = math.exp(sum(logs) / len(logs) if "gspo" in config.type else log), token["advantage"]
-            if config.clip_low is not None and config.clip_high is not None:
-                is_dppo = config.type == "dppo"
+            if isinstance(config, ClippedLoss):
+                is_dppo = isinstance(config, DppoLoss)
                 moved = math.exp(token["new"]) - math.exp(token[base]) if is_dppo else ratio - 1
                 counts["clip_fraction/low"] += moved < -config.clip_low and advantage < 0
                 counts["clip_fraction/high"] += moved > config.clip_high and advantage > 0
-            counts["clip_fraction/dual"] += ratio > (config.dual_clip or math.inf) and advantage < 0
-            counts["ratio/truncated"] += ratio > (config.ratio_max or math.inf)
-            if correction.type != "none" and correction.high is not None:
+            counts["clip_fraction/dual"] += ratio > getattr(config, "dual_clip", math.inf) and advantage < 0
+            counts["ratio/truncated"] += ratio > getattr(config, "ratio_max", math.inf)
+            if not isinstance(correction, NoCorrection):
                 weight = correction_weight(sequence, token, correction)
-                counts["correction/bounded"] += not (correction.low or 0.0) <= weight <= correction.high
+                low = (correction.low if isinstance(correction, Mask) else None) or 0.0
+                counts["correction/bounded"] += not low <= weight <= (correction.high or math.inf)
             counts["correction/vetoed"] += vetoed
     return counts
 
@@ -167,18 +187,18 @@ def as_input(sequences: Sequences) -> PolicyLossInput:
     )  # fmt: skip
 
 
-def configured(name: str, **settings: Any) -> PolicyLossConfig:
+def configured(name: str, **settings: Any) -> Any:
     """Return the configuration of a loss, with a constant where its denominator is one."""
-    config = PolicyLossConfig.model_validate({"type": name, **settings})
-    if config.aggregation != "constant" or config.constant_tokens is not None:
-        return config
-    return PolicyLossConfig.model_validate({"type": name, "constant_tokens": 9, **settings})
+    config = PolicyLossConfig.of(type=name, **settings)
+    if isinstance(config, BuiltInLoss) and config.aggregation == "constant":
+        config.constant_tokens = config.constant_tokens or 9
+    return config
 
 
-def random_config(name: str, draw: random.Random) -> PolicyLossConfig:
+def random_config(name: str, draw: random.Random) -> Any:
     """Return some settings of a loss, of those that act on it."""
     known = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "ratio_max": 1.3}
-    defaults = POLICY_LOSSES[name].defaults
+    defaults = POLICY_LOSSES[name].model_fields
     chosen: dict[str, Any] = {key: value for key, value in known.items() if key in defaults and draw.random() < 0.5}
     if "ratio_to" in defaults and draw.random() < 0.5:
         chosen["ratio_to"] = "old"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
+from holdfast.config.policy_losses import PolicyLossConfig
 from holdfast.trainer.rl.advantages import sample_std
 from holdfast.trainer.rl.kl import KlCoefficient, estimate_kl
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss, with_kl_term
@@ -90,7 +90,7 @@ def test_losses_gradients_and_clip_fractions_are_those_of_trl(
     our_settings: dict[str, Any], trl_settings: dict[str, Any], trl_trainers: ModuleType, model: Path, tmp_path: Path
 ) -> None:
     unbounded = {} if our_settings["type"] == "cispo" else {"dual_clip": "inf"}  # TRL bounds only with `delta`
-    loss_function = build_policy_loss(PolicyLossConfig.model_validate(unbounded | our_settings))
+    loss_function = build_policy_loss(PolicyLossConfig.of(**unbounded, **our_settings))
     trainer = trl_trainers.grpo_trainer(model, tmp_path, **trl_settings)
     for seed in range(5):
         data = step_of(seed)
@@ -125,9 +125,9 @@ def test_corrections_are_trls(name: str, mode: str, trl_trainers: ModuleType, mo
     trainer.epsilon_high = 1.5 if name == "cispo" else 0.2
     trainer.use_vllm = True  # set late: the constructor would want a server
     settings: dict[str, Any] = {"clip_high": 0.5} if name == "cispo" else {}
-    correction = CorrectionConfig.model_validate({"type": kind, "level": level, "high": 1.5, **our_low})
+    correction = {"type": kind, "level": level, "high": 1.5, **our_low}
     aggregation = "token" if name == "cispo" else "sequence"
-    config = PolicyLossConfig(type=name, aggregation=aggregation, correction=correction, **settings)
+    config = PolicyLossConfig.of(type=name, aggregation=aggregation, correction=correction, **settings)
     bounded = 0
     for seed in range(5):
         data = step_of(seed)
@@ -147,7 +147,7 @@ def test_the_kl_term_is_trls(estimator: KlEstimator, trl_trainers: ModuleType, m
     """TRL adds beta times the estimate to each token's loss: its weights are those of the policy loss."""
     beta, unbiased = 0.3, estimator == "k3_unbiased"
     trainer = trl_trainers.grpo_trainer(model, tmp_path, loss_type="grpo", beta=beta, use_bias_correction_kl=unbiased)
-    data, config = step_of(0), PolicyLossConfig(type="grpo")
+    data, config = step_of(0), PolicyLossConfig.of(type="grpo")
     trainer.forwards = [padded(data.logprobs_N)] * 2
     theirs = trainer._compute_loss(trainer.model, for_trl(data))
     logged = trainer._metrics["train"]["kl"][0]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast.config.algorithm import PolicyLossConfig, UpdatesConfig
+from holdfast.config.algorithm import UpdatesConfig
+from holdfast.config.policy_losses import PolicyLossConfig
 from holdfast.config.training import OptimConfig, TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
@@ -99,7 +100,7 @@ def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Te
         layout=replace(PACKED, shares=shares),
     )  # fmt: skip
     assert minibatch.shares == shares
-    config = PolicyLossConfig(type="policy_gradient", aggregation="sequence")
+    config = PolicyLossConfig.of(type="policy_gradient", aggregation="sequence")
     loss = with_distillation_term(build_policy_loss(config), config, 2.0)
     statistics = PolicyStatistics([0], has_reference=False)
     value = forward_backward(student, minibatch, loss, mesh, statistics, reading=PLAIN, teacher=other)

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from holdfast.config.files import holds
 from holdfast.config.help import hint
+from holdfast.config.marks import models_in
 from holdfast.errors import ConfigError
 
 _MOST_CHARACTERS = 300
@@ -112,19 +113,16 @@ def flags_of(command: type[BaseModel], prefix: str = "") -> Mapping[str, Flag]:
         flags[f"--{word}"] = flag
         if flag.is_switch:
             flags[f"--no-{word}"] = flag
-        if flag.is_section and (model := model_in(info.annotation)) is not None:
-            flags |= flags_of(model, f"{flag.key}.")
+        if flag.is_section:
+            for model in models_in(info.annotation)[0]:
+                flags = {**flags_of(model, f"{flag.key}."), **flags}
     return flags
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that an annotation such as `X | None` or `list[X]` is about."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if typing.get_origin(annotation) in (typing.Union, UnionType, list):
-        found = (model_in(part) for part in typing.get_args(annotation) if part is not NoneType)
-        return next((model for model in found if model), None)
-    return None
+    """Return the model that an annotation such as `X | None` or `list[X]` is about, or the first of several."""
+    models, place = models_in(annotation)
+    return models[0] if models and ".NAME" not in place else None
 
 
 def read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, Any], dict[str, str]]:

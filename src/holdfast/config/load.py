@@ -15,6 +15,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from holdfast.config.base import Command
+from holdfast.config.by_type import ByType, by_type
 from holdfast.config.files import TOO_DEEP, holds, read_file
 from holdfast.config.flags import cut, flags_of, model_in
 from holdfast.config.help import hint
@@ -68,11 +70,14 @@ def _describe(error: ValidationError, command: type[BaseModel], file_of: FileOf,
     lines: dict[str, list[str]] = {}
     keys = [flag.key for flag in flags_of(command).values()]
     for finding in error.errors():
-        location, model = _resolve(finding["loc"], command)
+        location, model, choice = _resolve(finding["loc"], command)
         key = ".".join(map(str, location))
         if finding["type"] == "extra_forbidden":
             assert model is not None
             known = list(model.model_fields)
+            if choice is not None and (said := choice.said(str(location[-1]), file_of, given)) is not None:
+                lines.setdefault(key, []).append(f"'{key}' {said}")
+                continue
             said = nearest(str(location[-1]), known) or hint(key, keys) or f" Allowed here: {', '.join(known)}."
             text = f"unknown key '{key}'.{said}"
         else:
@@ -82,7 +87,11 @@ def _describe(error: ValidationError, command: type[BaseModel], file_of: FileOf,
             reason = reason.partition(", unable to parse string")[0]
             if finding["type"] == "missing":
                 reason, shown = "is needed", ""
-            if finding["type"] == "model_type":  # pydantic names classes here
+            if finding["type"] == "union_tag_invalid":
+                assert choice is not None and "ctx" in finding
+                key = f"{key}.{choice.chooser.key}"
+                reason = choice.chooser.told(finding["ctx"]["tag"], choice.models)
+            if finding["type"] in ("model_type", "union_tag_not_found"):  # pydantic names classes here
                 reason = f"is a section: give its settings, as in --{key.replace('_', '-')}.NAME VALUE or [{key}]"
                 if any(isinstance(part, int) for part in location):
                     reason = 'is an object of settings, {"NAME": VALUE, ...}'
@@ -111,17 +120,49 @@ def _shown(value: object) -> str:
     return _CREDENTIALS.sub("//***@", cut(text))
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """A section whose model its type chooses.
+
+    Attributes:
+        key: dotted, of the section.
+        type: the chosen type; empty if the value chooses none.
+    """
+
+    key: str
+    chooser: ByType
+    models: Mapping[str, type[BaseModel]]
+    type: str = ""
+
+    def said(self, name: str, file_of: FileOf, given: Mapping[str, str]) -> str | None:
+        """Return why a setting has no effect, if other types have it."""
+        owners = [f"'{one}'" for one, model in self.models.items() if name in model.model_fields]
+        if not owners:
+            return None
+        key = f"{self.key}.{self.chooser.key}".strip(".")
+        usual = "the default" if self.type == self.chooser.default else ""
+        by = given.get(key) or file_of(key) or usual
+        listed = ", ".join(owners)
+        way = f"Leave it out, or set {key} to {'one of these' if len(owners) > 1 else listed}"
+        return f"has no effect with {key} = '{self.type}'{f' ({by})' if by else ''}: it belongs to {listed}. {way}"
+
+
 def _resolve(
     location: tuple[int | str, ...], command: type[BaseModel]
-) -> tuple[tuple[int | str, ...], type[BaseModel] | None]:
-    """Return the part of a pydantic location that names keys, and the model that has the last of them. The rest of a
-    location names alternatives of a union, which a user never wrote."""
+) -> tuple[tuple[int | str, ...], type[BaseModel] | None, _Choice | None]:
+    """Return the part of a pydantic location that names keys, the model that has the last of them, and how that model,
+    or the model that is missing there, is chosen. The rest of a location names alternatives of a union, which a user
+    never wrote."""
     model: type[BaseModel] | None = command
     parent: type[BaseModel] | None = command
     entries: type[BaseModel] | None = None
+    open_choice = made = choice = None
     kept: list[int | str] = []
     for part in location:
-        if isinstance(part, int):
+        if open_choice is not None and isinstance(part, str):
+            made, open_choice = replace(open_choice, type=part), None
+            model = made.models[part]
+        elif isinstance(part, int):
             kept.append(part)
         elif entries is not None:  # the name of a table, which the user chose
             kept.append(part)
@@ -129,11 +170,13 @@ def _resolve(
         elif model is None:
             break
         else:
-            parent, kept = model, [*kept, part]
+            parent, kept, choice, made = model, [*kept, part], made, None
             info = model.model_fields.get(part)
+            chosen = by_type(info) if info else None
+            open_choice = _Choice(".".join(map(str, kept)), *chosen) if chosen else None
             entries = _model_of_entries(info.annotation) if info else None
             model = model_in(info.annotation) if info else None
-    return tuple(kept), parent
+    return tuple(kept), parent, open_choice or choice
 
 
 def _model_of_entries(annotation: Any) -> type[BaseModel] | None:

@@ -14,56 +14,8 @@ table of environments.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuiltInPolicyLoss:
-    """A policy loss and the settings that act on it, with their defaults; docs/losses.md says where they are from.
-
-    Attributes:
-        function: its name in `holdfast.trainer.rl.losses`, an `Objective`.
-    """
-
-    function: str
-    aggregation: Literal["sequence", "token", "constant"]
-    ratio_to: Literal["sampler", "old"] | None = None
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    ratio_max: float | None = None
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The settings of `PolicyLossConfig` that act on this loss."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)[1:]}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-# fmt: off
-POLICY_LOSSES = {
-    "grpo": BuiltInPolicyLoss(function="clipped_objective", aggregation="sequence", ratio_to="sampler",
-                              clip_low=0.2, clip_high=0.2, dual_clip=3.0),
-    "dr_grpo": BuiltInPolicyLoss(function="clipped_objective", aggregation="constant", ratio_to="sampler",
-                                 clip_low=0.2, clip_high=0.2, dual_clip=3.0),
-    "dapo": BuiltInPolicyLoss(function="clipped_objective", aggregation="token", ratio_to="sampler",
-                              clip_low=0.2, clip_high=0.28, dual_clip=3.0),
-    "gspo": BuiltInPolicyLoss(function="gspo_objective", aggregation="sequence", ratio_to="old",
-                              clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
-    "gspo_token": BuiltInPolicyLoss(function="gspo_token_objective", aggregation="sequence", ratio_to="old",
-                                    clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
-    "cispo": BuiltInPolicyLoss(function="cispo_objective", aggregation="token", ratio_to="sampler",
-                               clip_low=1.0, clip_high=4.0),
-    "dppo": BuiltInPolicyLoss(function="dppo_objective", aggregation="token", ratio_to="sampler",
-                              clip_low=0.2, clip_high=0.2, ratio_max=20.0),
-    "ppo": BuiltInPolicyLoss(function="clipped_objective", aggregation="token", ratio_to="sampler",
-                             clip_low=0.2, clip_high=0.2, dual_clip=3.0),
-    "policy_gradient": BuiltInPolicyLoss(function="policy_gradient_objective", aggregation="token",
-                                         ratio_to="sampler", ratio_max=20.0),
-    "sft": BuiltInPolicyLoss(function="likelihood_objective", aggregation="token"),
-}
-# fmt: on
+from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from holdfast.config.cluster import SlurmConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.marks import Mark, marked, models_in
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig, check_rounds
+from holdfast.config.policy_losses import BuiltInLoss
 from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, WeightsConfig, check_rewards
 from holdfast.config.view import (
     DashboardConfig,
@@ -191,8 +192,9 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
         for name in names:
             setattr(getattr(config, name), setting, value)
     config.trainer.clean = config.clean = config.clean or config.trainer.clean
-    if config.trainer.loss.aggregation == "constant" and config.trainer.loss.constant_tokens is None:
-        config.trainer.loss.constant_tokens = max(
+    loss = config.trainer.loss
+    if isinstance(loss, BuiltInLoss) and loss.aggregation == "constant" and loss.constant_tokens is None:
+        loss.constant_tokens = max(
             config.orchestrator.rollouts_of(section).max_tokens for section in config.orchestrator.environments
         )
     check_rounds(config.orchestrator)

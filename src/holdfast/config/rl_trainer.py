@@ -14,7 +14,6 @@ from holdfast.config.algorithm import (
     DistillationConfig,
     EmaConfig,
     KlConfig,
-    PolicyLossConfig,
     PretrainingConfig,
     RewardConfig,
     RewardModelConfig,
@@ -30,6 +29,7 @@ from holdfast.config.losses_and_advantages import (
 )
 from holdfast.config.marks import Mark, Picked
 from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.policy_losses import AnyPolicyLoss, DapoLoss
 from holdfast.config.training import PolicyOptimConfig, TrainingCommand
 from holdfast.config.view import AlertsConfig
 from holdfast.errors import ConfigError, nearest
@@ -119,9 +119,9 @@ def _check_online_dpo(config: "TrainerConfig") -> None:
     """Refuse settings whose gradient is not the gradient of DPO's loss."""
     if config.kl is None:
         raise ValueError("advantage = 'online_dpo' compares with a reference: set kl (kl = {} takes model.name)")
-    loss = config.loss
-    found = (loss.type, loss.ratio_to, loss.aggregation, loss.constant_tokens, loss.correction.type)
-    if found != ("policy_gradient", "old", "constant", 1, "none"):
+    needed = {"ratio_to": "old", "aggregation": "constant", "constant_tokens": 1, "correction": {"type": "none"}}
+    found = config.loss.model_dump(include=set(needed))
+    if config.loss.type != "policy_gradient" or found != needed:
         raise ValueError(
             "advantage = 'online_dpo' gives the gradient of DPO's loss with this policy loss alone: loss = { type = "
             "'policy_gradient', ratio_to = 'old', aggregation = 'constant', constant_tokens = 1, correction = { type = "
@@ -172,7 +172,7 @@ class TrainerConfig(TrainingCommand):
     optim: PolicyOptimConfig = Field(default_factory=PolicyOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     """Optimizer and learning-rate schedule of the policy."""
 
-    loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
+    loss: AnyPolicyLoss = Field(default_factory=DapoLoss)
     """Policy loss."""
 
     advantage: str = Field(

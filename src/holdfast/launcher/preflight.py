@@ -21,6 +21,7 @@ from holdfast.config.base import ModelConfig
 from holdfast.config.environments import METRIC_GROUPS
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.config.policy_losses import BuiltInLoss, OwnLoss
 from holdfast.config.preference import DpoConfig
 from holdfast.config.rl import RlConfig
 from holdfast.config.rl_trainer import ATTENDED_TOKENS, TrainerConfig
@@ -82,7 +83,8 @@ def check_training(config: TrainingCommand) -> None:
             _check_weights(name, key=key)
     if config.pretraining is not None:
         check_data_path(config.pretraining.data.name, key="pretraining.data.name")
-    if config.loss.aggregation == "constant" and config.loss.constant_tokens is None:
+    loss = config.loss
+    if isinstance(loss, BuiltInLoss) and loss.aggregation == "constant" and loss.constant_tokens is None:
         raise ConfigError(
             "loss.aggregation = 'constant' needs loss.constant_tokens: set it to orchestrator.sampling.max_tokens, "
             "which `rl` does by itself"
@@ -386,7 +388,7 @@ def check_functions(config: TrainerConfig) -> None:
     for name in config.advantages:
         if ":" in name:
             load_function(name, key="advantage")
-    if ":" in config.loss.type:
+    if isinstance(config.loss, OwnLoss):
         load_loss(config.loss.type, config.loss.args)
 
 

@@ -61,6 +61,7 @@ TABLE: list[tuple[str, str, tuple[Any, Any, Any], Any]] = [
     ("rl", "cluster", ("ray", "slurm", "ray"), "k8s"),
     ("rl", "trainer.optim.lr", (1e-3, 2e-3, 3e-3), 0),
     ("rl", "trainer.row_tokens", (512, 256, 128), 1),
+    ("rl", "trainer.loss.clip_high", (0.3, 0.4, 0.5), -1),
     ("rl", "trainer.kl.coef", (0.1, 0.2, 0.3), "much"),
     ("rl", "trainer.parallel.num_ranks", (2, 3, 4), 0),
     ("rl", "orchestrator.group_size", (2, 4, 6), 0),

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from holdfast.config import DpoConfig, RewardTrainingConfig
-from holdfast.config.algorithm import CriticConfig, PolicyLossConfig
+from holdfast.config.algorithm import CriticConfig
+from holdfast.config.policy_losses import PolicyLossConfig
 from holdfast.config.training import SftDataConfig
 from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
@@ -174,7 +175,7 @@ SEVERAL = Reading(SamplingByToken((Sampling(0.7, top_p=0.9, top_k=5), Sampling(1
 def test_forward_and_backward(
     name: str, reading: Reading, policy: Policy, on_device: Mesh, passes: list[int], reads: list[str]
 ) -> None:
-    config = PolicyLossConfig.model_validate({"type": name} | LOSSES[name])
+    config = PolicyLossConfig.of(type=name, **LOSSES[name])
     statistics = PolicyStatistics([0, 1], has_reference=True)
     measured = (batch.SAMPLER_LOGPROB, batch.OLD_LOGPROB, batch.REFERENCE_LOGPROB)
     given = minibatch(*measured, batch.ADVANTAGE, batch.AGE, batch.SAMPLING)

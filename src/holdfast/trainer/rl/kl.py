@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.config.algorithm import EntropyConfig
 from holdfast.config.base import KlEstimator
+from holdfast.config.policy_losses import EntropyConfig
 from holdfast.errors import TrainingError
 from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.data.packing import Sample

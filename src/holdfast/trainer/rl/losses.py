@@ -10,7 +10,7 @@ loss is pi / mu: trained policy over sampler. With a correction, the ratio split
 (pi_old / mu), where pi_old is the trainer's policy at the start of the step. The loss clips the first factor. The
 optimizer cannot change the second factor; `correction_factors` bounds it.
 
-To add a loss, write its function here, and its line in `POLICY_LOSSES` of `holdfast.config.losses_and_advantages`.
+To add a loss, write its function here, and its settings in `holdfast.config.policy_losses`.
 
 Shape legend: N predicted tokens of the forward pass.
 """
@@ -20,13 +20,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from holdfast.config.algorithm import CorrectionConfig, PolicyLossConfig
 from holdfast.config.base import KlEstimator
-from holdfast.config.losses_and_advantages import POLICY_LOSSES
+from holdfast.config.policy_losses import (
+    AnyPolicyLoss,
+    BuiltInLoss,
+    CispoLoss,
+    Correction,
+    DppoLoss,
+    Mask,
+    NoCorrection,
+    OwnLoss,
+    PolicyGradientLoss,
+    PolicyLossConfig,
+    PpoLoss,
+    RatioLoss,
+)
 from holdfast.errors import TrainingError
 from holdfast.process.imports import calling, load_loss
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, bounded, estimate_kl
@@ -79,11 +92,11 @@ PolicyLoss = Callable[[PolicyLossInput], tuple[Tensor, Counts]]
 """Returns the loss, a scalar, and counts."""
 
 
-Objective = Callable[[PolicyLossInput, PolicyLossConfig], tuple[Tensor, Counts]]
+Objective = Callable[[PolicyLossInput, Any], tuple[Tensor, Counts]]
 """Returns what each token adds to the objective, (N,), to be maximised, and counts."""
 
 
-def log_ratios(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
+def log_ratios(data: PolicyLossInput, config: RatioLoss) -> Tensor:
     """Return log(pi / base) per token, bounded; carries the gradient, (N,).
 
     The base is the sampler, or with `ratio_to = "old"` the trainer's own policy at the start of the step.
@@ -99,9 +112,10 @@ def token_weights(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
     `constant`: 1 / (sequences of the step * constant_tokens): no length enters (Dr.GRPO, Liu et al.
     2025, "Understanding R1-Zero-Like Training", section 3.2).
     """
-    if config.aggregation == "token":
+    aggregation = config.aggregation if isinstance(config, BuiltInLoss) else "sequence"
+    if aggregation == "token":
         return torch.full_like(data.weights_N, 1 / max(1, data.step_tokens))
-    if config.aggregation == "constant":
+    if isinstance(config, BuiltInLoss) and aggregation == "constant":
         assert config.constant_tokens is not None  # nothing starts without it
         return torch.full_like(data.weights_N, 1 / (max(1, data.step_sequences) * config.constant_tokens))
     return data.weights_N
@@ -121,7 +135,7 @@ def over_sequences(values_N: Tensor, data: PolicyLossInput, reduce: Callable[[Te
     return torch.cat([reduce(part).expand(len(part)) for part in parts])
 
 
-def clipped_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+def clipped_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, Counts]:
     """Return the clipped surrogate of PPO with given advantages (Schulman et al. 2017, eq. 7).
 
     The `clipped_surrogate` of rho_t = exp(log_ratios), which differs by `aggregation` and clip range in
@@ -134,7 +148,7 @@ def clipped_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[
     return clipped_surrogate(torch.exp(log_ratios(data, config)), data.advantages_N, config)
 
 
-def gspo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+def gspo_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, Counts]:
     """Return GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5).
 
     The `clipped_surrogate` of s = exp(mean over the sequence of log_ratios), the same for all tokens of a sequence
@@ -144,7 +158,7 @@ def gspo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Ten
     return clipped_surrogate(torch.exp(mean_N), data.advantages_N, config)
 
 
-def gspo_token_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+def gspo_token_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, Counts]:
     """Return GSPO-token (Zheng et al. 2025, eqs. 13 and 14), for advantages that differ within a sequence.
 
     The `clipped_surrogate` of s_t = sg(s) pi_t / sg(pi_t), with s as in `gspo_objective` and sg: no gradient. Its value
@@ -157,14 +171,13 @@ def gspo_token_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tup
     return clipped_surrogate(torch.exp(mean_N + own_N), data.advantages_N, config)
 
 
-def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PpoLoss) -> tuple[Tensor, Counts]:
     """Return min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), where A < 0 at least `dual_clip` A, and counts.
 
     The second bound is dual clip (Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
     Learning", eq. 5; the two-sided clip of INTELLECT-2). Counts are of the tokens that each bound takes the gradient
     from: clipping stops it only where it lowers the objective, hence the signs.
     """
-    assert config.dual_clip is not None  # the config fills it in
     low, high = config.clip_range
     clipped_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
     dual_N = (ratio_N > config.dual_clip) & (advantages_N < 0)
@@ -183,7 +196,7 @@ def clip_counts(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) 
     return {"clip_fraction/low": below_N.sum(), "clip_fraction/high": above_N.sum()}
 
 
-def cispo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+def cispo_objective(data: PolicyLossInput, config: CispoLoss) -> tuple[Tensor, Counts]:
     """Return CISPO (MiniMax 2025, "MiniMax-M1", eqs. 4 and 5): sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A_t l_t.
 
     With rho = exp(log_ratios) and sg: no gradient. Clipping bounds a token's weight but never takes its gradient away;
@@ -195,7 +208,7 @@ def cispo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Te
     return ratio_N.clamp(low, high) * data.advantages_N * data.logprobs_N, counts
 
 
-def policy_gradient_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+def policy_gradient_objective(data: PolicyLossInput, config: PolicyGradientLoss) -> tuple[Tensor, Counts]:
     """Return REINFORCE (Williams 1992) with given advantages, as RLOO uses it (Ahmadian et al. 2024, "Back to Basics").
 
     sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios): importance sampling of the policy gradient, truncated
@@ -207,7 +220,7 @@ def policy_gradient_objective(data: PolicyLossInput, config: PolicyLossConfig) -
     return ratio_N * data.advantages_N * data.logprobs_N, counts
 
 
-def dppo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+def dppo_objective(data: PolicyLossInput, config: DppoLoss) -> tuple[Tensor, Counts]:
     """Return DPPO with the binary total variation (arXiv 2602.04879, "Rethinking the Trust Region in LLM RL").
 
     m_t sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios). The probabilities of the token under policy and
@@ -215,7 +228,6 @@ def dppo_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Ten
     p - b < -clip_low and A < 0. It bounds what moves probability, not its ratio: rare tokens may multiply theirs. The
     truncation is from section 5.4.
     """
-    assert config.clip_low is not None and config.clip_high is not None  # the config fills them in
     ratio_N, counts = _truncated_ratios(data, config)
     with torch.no_grad():
         base_N = data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N
@@ -235,14 +247,13 @@ def likelihood_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tup
 
 
 @torch.no_grad()
-def _truncated_ratios(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
-    assert config.ratio_max is not None  # the config fills it in
+def _truncated_ratios(data: PolicyLossInput, config: PolicyGradientLoss) -> tuple[Tensor, Counts]:
     ratio_N = torch.exp(log_ratios(data, config))
     return ratio_N.clamp(max=config.ratio_max), {"ratio/truncated": (ratio_N > config.ratio_max).sum()}
 
 
 @torch.no_grad()
-def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple[Tensor, Counts]:
+def correction_factors(data: PolicyLossInput, config: Correction) -> tuple[Tensor, Counts]:
     """Return the factor of each token's objective, (N,), without gradient, and how many tokens it bounded.
 
     With w = pi_old / mu, of the token, with `level = "sequence"` the product over its sequence, with `"geometric"`
@@ -258,9 +269,9 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
     The denominator of the loss stays: a masked token counts as 0, not as absent.
     1 and no counts without a correction.
     """
-    if config.type == "none":
+    if isinstance(config, NoCorrection):
         return torch.ones_like(data.logprobs_N), {}
-    assert config.high is not None  # the config fills it in
+    assert config.high is not None  # the settings fill it in
     exact_N = data.old_logprobs_N - data.sampler_logprobs_N
     log_weights_N = token_N = bounded(exact_N)
     if config.level != "token":
@@ -268,11 +279,12 @@ def correction_factors(data: PolicyLossInput, config: CorrectionConfig) -> tuple
         # Bounded again: the sum of bounded logs over a long sequence overflows exp.
         log_weights_N = bounded(over_sequences(token_N, data, reduce))
     weights_N = log_weights_N.exp()
-    bounded_N = (weights_N < (config.low or 0.0)) | (weights_N > config.high)
-    if config.type == "truncate":
-        factors_N = weights_N.clamp(max=config.high)
-    else:
+    bounded_N = weights_N > config.high
+    if isinstance(config, Mask):
+        bounded_N |= weights_N < (config.low or 0.0)
         factors_N = torch.where(bounded_N, 0.0, weights_N)
+    else:
+        factors_N = weights_N.clamp(max=config.high)
     counts = {"correction/bounded": bounded_N.sum()}
     if config.veto is not None:
         vetoed_N = over_sequences(exact_N, data, torch.min) < math.log(config.veto)
@@ -285,7 +297,7 @@ _OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distrib
 """Errors that come up in any code, also in a loss of the user: a GPU or another rank is gone. A new start may help."""
 
 
-def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
+def build_policy_loss(config: AnyPolicyLoss) -> PolicyLoss:
     """Return the loss that `config.type` names: a built-in loss, or `module:function`.
 
     A built-in loss is - sum_t w_t c_t objective_t, with the weights w of `aggregation` and the factors c of
@@ -295,7 +307,7 @@ def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     Raises:
         ConfigError: the function cannot be loaded, or does not accept `config.args`.
     """
-    inner = _built_in_loss(config) if config.type in POLICY_LOSSES else _user_loss(config)
+    inner = _user_loss(config) if isinstance(config, OwnLoss) else _built_in_loss(config)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         factors_N, counts = correction_factors(data, config.correction)
@@ -305,8 +317,8 @@ def build_policy_loss(config: PolicyLossConfig) -> PolicyLoss:
     return loss
 
 
-def _built_in_loss(config: PolicyLossConfig) -> PolicyLoss:
-    objective: Objective = globals()[POLICY_LOSSES[config.type].function]
+def _built_in_loss(config: BuiltInLoss) -> PolicyLoss:
+    objective: Objective = globals()[config.function]
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         objective_N, counts = objective(data, config)
@@ -316,7 +328,7 @@ def _built_in_loss(config: PolicyLossConfig) -> PolicyLoss:
     return loss
 
 
-def _user_loss(config: PolicyLossConfig) -> PolicyLoss:
+def _user_loss(config: OwnLoss) -> PolicyLoss:
     function = load_loss(config.type, config.args)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
@@ -369,7 +381,8 @@ def with_kl_term(
     def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         assert data.reference_logprobs_N is not None, "a KL term needs a reference"
         value, counts = loss(data)
-        base_N = data.sampler_logprobs_N if config.ratio_to == "sampler" else data.old_logprobs_N
+        by_sampler = isinstance(config, RatioLoss) and config.ratio_to == "sampler"
+        base_N = data.sampler_logprobs_N if by_sampler else data.old_logprobs_N
         kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator, base_logprobs_N=base_N)
         return value + coefficient.coef * (token_weights(data, config) * kl_N).sum(), counts
 

@@ -89,7 +89,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
     "EvaluateConfig.run": ("test_follow.py::test_elsewhere_a_step_trained_again_is_evaluated_again",),
     **dict.fromkeys(
         (
-            "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "PolicyLossConfig.args",
+            "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "OwnLoss.args",
             "PreferenceLossConfig.type", "SftDataConfig.split", "TrainedModelConfig.attention",
         ),
         _ITSELF,

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from holdfast.config.algorithm import UpdatesConfig
-from holdfast.config.losses_and_advantages import POLICY_LOSSES
+from holdfast.config.policy_losses import POLICY_LOSSES
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.protocol.rollouts import Batch, LossMask, Rewards, Rollout, Sampling, StepRewards, TokenIds, VersionSpan
