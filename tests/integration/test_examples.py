@@ -104,7 +104,9 @@ def shipped() -> list[str]:
 
 def test_everything_shipped_has_a_smallest_form() -> None:
     here = [*RUNS, *(f"examples/{name}" for name in PROGRAMS), *ENVIRONMENTS]
-    assert sorted([*here, *TESTED]) == sorted(shipped()), "something without a form, or with two"
+    assert sorted([*here, *TESTED]) == sorted(shipped()), (
+        "each needs one line of RUNS, PROGRAMS, ENVIRONMENTS or TESTED"
+    )
     assert not [name for name in TESTED.values() if not guarantees.exists(name)]
 
 
