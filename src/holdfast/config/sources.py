@@ -149,6 +149,13 @@ class FileSource(_WithAlternatives, InitSettingsSource):
     """One TOML file, `@ FILE.toml` or `--section @ FILE.toml`."""
 
 
+def setting_variables(config: Command) -> list[str]:
+    """Return the variables of this process that are settings, also if a flag won over them, for a command that takes
+    all settings of `config` from a file and must not read them again."""
+    named = set(_texts(config.model_dump(mode="json")))
+    return sorted(name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in {*VARIABLES, *named})
+
+
 def _read_variables(command: type[Command]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of variables by dotted key, and the variable that gave each."""
     by_key = {flag.key: flag for flag in flags_of(command).values()}

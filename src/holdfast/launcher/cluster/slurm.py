@@ -38,7 +38,7 @@ _SCRIPT = """\
 #!/bin/bash
 {options}
 cd {directory} || exit 2
-{setup}
+{unset}{setup}
 {before}asked=
 trap 'asked=USR1' USR1
 trap 'asked=TERM' TERM
@@ -198,6 +198,7 @@ def submit_rl(config: RlConfig, given: RlConfig) -> int:
         ahead_s=_ahead_s(ckpt),
         folder=_folder(given),
         command=[*_command("rl", given), "--cluster", "slurm"],
+        variables=_variables(given),
         before=_TOKEN.format(token=config.inference.server.admin_token_env),
         send='kill -{signal} "$launcher"',
     )
@@ -228,11 +229,18 @@ def submit_training(config: SupervisedCommand) -> int:
         ahead_s=_ahead_s(ckpt),
         folder=_folder(config),
         command=[*_STEP, *(["--label"] if nodes > 1 else []), *_command(config.program, config)],
+        variables=_variables(config),
         before=_MEET if nodes > 1 else "",
         # To the step, not to srun, which takes SIGTERM for an order to kill.
         send='scancel --signal {signal} "$SLURM_JOB_ID"',
     )
     return _submit(config.program, config, script)
+
+
+def _variables(given: RlConfig | SupervisedCommand) -> list[str]:
+    from holdfast.config.sources import setting_variables  # loads pydantic-settings, which an agent does not need
+
+    return setting_variables(given)
 
 
 def _folder(given: RlConfig | SupervisedCommand) -> Path:
@@ -245,11 +253,20 @@ def _command(program: str, given: RlConfig | SupervisedCommand) -> list[str]:
 
 
 def _script(
-    slurm: SlurmConfig, *, nodes: int, ahead_s: int, folder: Path, command: list[str], before: str, send: str
+    slurm: SlurmConfig,
+    *,
+    nodes: int,
+    ahead_s: int,
+    folder: Path,
+    command: list[str],
+    variables: list[str],
+    before: str,
+    send: str,
 ) -> str:
     """Return the sbatch script.
 
     Args:
+        variables: the job must not have them: sbatch hands on the environment.
         ahead_s: how long before the time limit the run is stopped.
         before: lines of shell before the command.
         send: line of shell that sends `{signal}` to the command.
@@ -274,6 +291,7 @@ def _script(
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH {line}" for line in [*map(shlex.quote, lines), *slurm.extra]),
         directory=shlex.quote(str(Path.cwd())),
+        unset=f"# They are in the file of settings.\nunset {' '.join(variables)}\n" if variables else "",
         setup="\n".join(slurm.setup),
         before=before,
         command=shlex.join([*command, "--ckpt.resume-step", "auto"]),

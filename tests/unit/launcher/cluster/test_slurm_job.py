@@ -66,6 +66,22 @@ def test_the_script_asks_for_what_the_settings_say(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "run" / "slurm").exists(), "a dry run submits nothing"
 
 
+def test_a_job_does_not_read_the_variables_of_the_shell_that_submitted_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file says what won, such as the flag here; and `HOLDFAST_SLURM` would submit one job after another."""
+    for name, value in (("MAX_STEPS", "7"), ("SLURM__NODES", "2"), ("ADMIN_TOKEN", "x"), ("CACHE", "/tmp")):
+        monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    flags = ("--max-steps", "9")
+    for script in (script_of(tmp_path, capsys, *flags), training_script("sft", tmp_path, capsys, *flags)):
+        lines = script.splitlines()
+        assert lines.index("unset HOLDFAST_MAX_STEPS HOLDFAST_SLURM__NODES") < next(
+            place for place, line in enumerate(lines) if line.endswith("--ckpt.resume-step auto &")
+        )
+        assert "#SBATCH --nodes=2" in lines
+        check_shell(script)
+
+
 @pytest.mark.parametrize("program", ["sft", "dpo", "reward-model"])
 def test_training_is_started_on_every_node(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By one step, which signals are sent to: `srun` takes SIGTERM for an order to kill."""
