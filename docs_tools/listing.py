@@ -27,7 +27,7 @@ from pydantic_core import PydanticUndefined
 
 from holdfast import config
 from holdfast.config.base import Command
-from holdfast.config.by_type import OWN, ByType, by_type
+from holdfast.config.by_type import ByType, by_type
 from holdfast.config.marks import Mark, Marks, marks_of, models_in
 from holdfast.config.resolved import is_free
 from holdfast.config.rl import shared
@@ -118,8 +118,10 @@ def _tables_of(
         if not inner or default_of(info) not in ("unset", ""):
             free = is_free(SETTINGS[command], place) if command in _RESUMES else None
             given = {one: fields[name] for one, model in models.items() if name in (fields := model.model_fields)}
-            default = json.dumps(chooser.default) if chooser and name == chooser.key else _defaults(given)
-            settings.append(Setting(place, _kinds(name, given), default, description, free))
+            allowed, default = kind(info), _defaults(given)
+            if chooser is not None and name == chooser.key:
+                allowed, default = " or ".join(map(json.dumps, models)), json.dumps(chooser.default)
+            settings.append(Setting(place, allowed, default, description, free))
         if inner:
             how, variants = by_type(info) or (None, {"": inner[0]})
             below.append((variants, place + below_it, description, default_of(info) == "unset", how))
@@ -150,11 +152,6 @@ def _only(owners: Set[str], types: Sequence[str]) -> str:
     if not lacks:
         return ""
     return f" Only of {', '.join(has)}." if len(has) <= len(lacks) else f" Not of {', '.join(lacks)}."
-
-
-def _kinds(name: str, given: Mapping[str, FieldInfo]) -> str:
-    kinds = [json.dumps(OWN) if one == OWN and name == "type" else kind(info) for one, info in given.items()]
-    return " or ".join(dict.fromkeys(kinds))
 
 
 def _defaults(given: Mapping[str, FieldInfo]) -> str:

@@ -10,8 +10,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from holdfast.config.advantages import ADVANTAGES
 from holdfast.config.algorithm import CriticConfig
-from holdfast.config.losses_and_advantages import ADVANTAGES
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.rl.assign_advantages import (
     add_distillation,

@@ -10,23 +10,22 @@ import torch
 from torch import Tensor
 
 from holdfast.config.base import KlEstimator
-from holdfast.config.losses_and_advantages import PREFERENCE_LOSSES
-from holdfast.config.preference import PreferenceLossConfig
+from holdfast.config.preference import PREFERENCE_LOSSES, PreferenceLossConfig
 from holdfast.trainer.preference.losses import PairLogprobs, kto_loss, preference_loss
 from holdfast.trainer.rl.kl import estimate_kl
 
 
-def preference_config(kind: str, **settings: Any) -> PreferenceLossConfig:
-    return PreferenceLossConfig.model_validate({"type": kind, **settings})
+def preference_config(kind: str, **settings: Any) -> Any:
+    return PreferenceLossConfig.of(type=kind, **settings)
 
 
-def variants(name: str) -> list[PreferenceLossConfig]:
-    """Return a loss with every kind of setting that the table says it knows."""
-    built_in = PREFERENCE_LOSSES[name]
-    settings: list[dict[str, Any]] = [{"beta": 2.5, "margin": 1.4} if built_in.margin is not None else {"beta": 0.3}]
-    settings += [{"beta": 0.3, "label_smoothing": 0.2}] if built_in.can_smooth else []
-    settings += [{"beta": 0.3, "odpo_alpha": 0.8}] if name == "dpo" else []
-    settings += [{"beta": 0.2, "rpo_alpha": 0.7}] if name not in ("orpo", "kto") else []
+def variants(name: str) -> list[Any]:
+    """Return a loss with every kind of setting that it has."""
+    fields = PREFERENCE_LOSSES[name].model_fields
+    settings: list[dict[str, Any]] = [{"beta": 2.5, "margin": 1.4} if "margin" in fields else {"beta": 0.3}]
+    settings += [{"beta": 0.3, "label_smoothing": 0.2}] if "label_smoothing" in fields else []
+    settings += [{"beta": 0.3, "odpo_alpha": 0.8}] if "odpo_alpha" in fields else []
+    settings += [{"beta": 0.2, "rpo_alpha": 0.7}] if "rpo_alpha" in fields else []
     settings += [{"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}] if name == "kto" else []
     return [preference_config(name, **one) for one in settings]
 
@@ -40,14 +39,18 @@ def sigmoid(x: float) -> float:
 
 
 def slow_preference_loss(
-    settings: PreferenceLossConfig, policy: list[float], reference: list[float], tokens: list[float], offset: float
+    settings: Any, policy: list[float], reference: list[float], tokens: list[float], offset: float
 ) -> float:
     """The formulas as the papers print them, one pair at a time."""
-    beta, smoothing, margin = settings.scale, settings.label_smoothing, settings.margin or 0
+
+    def of(name: str) -> float:
+        return getattr(settings, name, 0.0)
+
+    beta, smoothing, margin = settings.beta, of("label_smoothing"), of("margin")
     r_w, r_l = policy[0] - reference[0], policy[1] - reference[1]
     w, l = policy[0] / tokens[0], policy[1] / tokens[1]  # noqa: E741 - as in the papers
     odds = (math.exp(w) / (1 - math.exp(w))) / (math.exp(l) / (1 - math.exp(l)))
-    h = beta * (r_w - r_l) - settings.odpo_alpha * offset
+    h = beta * (r_w - r_l) - of("odpo_alpha") * offset
     right, wrong = -math.log(sigmoid(h)), -math.log(sigmoid(-h))
     values = {
         "dpo": (1 - smoothing) * right + smoothing * wrong,
@@ -60,10 +63,10 @@ def slow_preference_loss(
         "simpo": -math.log(sigmoid(beta * w - beta * l - margin)),
         "orpo": -w - beta * math.log(sigmoid(math.log(odds))),
         # The answers are not a pair: a good one and a bad one, beside a divergence of `offset`.
-        "kto": settings.desirable_weight * (1 - sigmoid(beta * (r_w - offset)))
-        + settings.undesirable_weight * (1 - sigmoid(beta * (offset - r_l))),
+        "kto": of("desirable_weight") * (1 - sigmoid(beta * (r_w - offset)))
+        + of("undesirable_weight") * (1 - sigmoid(beta * (offset - r_l))),
     }
-    return values[settings.type] - settings.rpo_alpha * w
+    return values[settings.type] - of("rpo_alpha") * w
 
 
 def check_preference_loss(name: str, seed: int) -> None:

@@ -1,116 +1,132 @@
 """Settings of preference training: `dpo` and `reward-model`."""
 
-from typing import Literal, Self
+# Types narrow the type of their base, which nobody sets.
+# pyright: reportIncompatibleVariableOverride=false
 
-from pydantic import Field, field_validator, model_validator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, TypeAdapter, model_validator
 
 from holdfast.config.base import Section
-from holdfast.config.losses_and_advantages import PREFERENCE_LOSSES
+from holdfast.config.by_type import ByType, models_by_type
 from holdfast.config.training import DpoOptimConfig, EvaluatedCommand, SftDataConfig, SupervisedCommand
-from holdfast.errors import nearest
-
-_HAS_REFERENCE = tuple(name for name, one in PREFERENCE_LOSSES.items() if one.has_reference)
 
 
 class PreferenceLossConfig(Section):
-    """The preference loss: which one, and its settings."""
+    """The preference loss, see docs/preferences.md."""
 
-    type: str = Field(
-        default="dpo",
-        description=", ".join(f"`{name}` ({one.source})" for name, one in PREFERENCE_LOSSES.items()) + ".",
-    )
+    type: str
+    """`dpo` (Rafailov et al. 2023), `ipo` (Azar et al. 2023, by the mean log-ratio of an answer's tokens), `ipo_sum`
+    (the same, by their sum), `hinge` (Zhao et al. 2023), `robust` (Chowdhury et al. 2024), `apo_zero` (D'Oosterlinck
+    et al. 2024), `apo_down` (the same), `simpo` (Meng et al. 2024), `orpo` (Hong et al. 2024), `kto` (Ethayarajh et
+    al. 2024, which takes answers that are labelled one by one too)."""
 
-    beta: float | None = Field(default=None, gt=0)
+    beta: float = Field(default=0.1, gt=0)
     """With a reference: strength of the tie to it; `simpo`: scale of the reward; `orpo`: weight of the
-    odds ratio beside the likelihood. Unset: 0.1, for `simpo` 2.0."""
+    odds ratio beside the likelihood."""
 
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """`dpo`, `robust`: the share of pairs that are taken to be labelled the wrong way round."""
+    @staticmethod
+    def of(**settings: Any) -> "AnyPreferenceLoss":
+        """Return the loss that `type` names, with these settings. Raise pydantic's ValidationError for others."""
+        return TypeAdapter[AnyPreferenceLoss](AnyPreferenceLoss).validate_python(settings)
 
-    margin: float | None = Field(default=None, ge=0)
-    """`simpo`: how much more reward the chosen side should have. Unset: 0.5."""
 
-    odpo_alpha: float = Field(default=0.0, ge=0)
-    """`dpo`: this times a row's `margin` is how far apart the rewards of its two sides should be, beside what the loss
-    asks for anyway (Amini et al. 2024, ODPO); 0: margins of rows are not read."""
+class PairLoss(PreferenceLossConfig):
+    """A loss of pairs without a likelihood."""
 
     rpo_alpha: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's negative log-likelihood, a mean over its tokens, beside the loss (Pang et al. 2024,
     who take 1); `orpo` has such a term already."""
 
-    desirable_weight: float = Field(default=1.0, gt=0)
-    """`kto`: weight of good answers. The authors advise a ratio of this times their number to the same of bad ones
-    between 1 and 4/3."""
 
-    undesirable_weight: float = Field(default=1.0, gt=0)
-    """`kto`: weight of bad answers."""
+class ReferencedLoss(PreferenceLossConfig):
+    """A loss that compares with a reference."""
 
-    reference: Literal["precomputed", "none"] | None = None
-    """`precomputed`: log-probabilities under the reference, computed once before training; `none`: without
-    one. Unset: none for `simpo` and `orpo`, which have none; precomputed for the others, of which all but `kto` can do
-    without."""
+    reference: Literal["precomputed", "none"] = "precomputed"
+    """`precomputed`: log-probabilities under the reference, computed once before training; `none`: without one. `kto`
+    cannot do without."""
 
     reference_model: str | None = Field(default=None, min_length=1)
     """Directory or hub name of the reference, a model with the policy's tokenizer; unset: the weights that the run
     starts with. It must not change during the run."""
 
-    @field_validator("type")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in PREFERENCE_LOSSES:
-            allowed = ", ".join(PREFERENCE_LOSSES)
-            raise ValueError(f"there is no '{name}'.{nearest(name, PREFERENCE_LOSSES)} Allowed: {allowed}")
-        return name
-
     @model_validator(mode="after")
-    def _settle(self) -> Self:
-        """Refuse what the loss does not know, and fill in what is unset."""
-        built_in = PREFERENCE_LOSSES[self.type]
-        if self.label_smoothing and not built_in.can_smooth:
+    def _has_a_use_for_a_model(self) -> Self:
+        if self.reference_model is not None and self.reference == "none":
             raise ValueError(
-                f"label_smoothing = {self.label_smoothing} is for type = dpo and robust, got type = {self.type}"
+                f"reference_model = '{self.reference_model}' has no use with reference = none: leave one of them out"
             )
-        if self.margin is not None and built_in.margin is None:
-            raise ValueError(f"margin = {self.margin} is for type = simpo, got type = {self.type}")
-        if self.odpo_alpha and (self.type != "dpo" or self.label_smoothing):
-            raise ValueError(
-                f"odpo_alpha = {self.odpo_alpha} is for type = dpo without label_smoothing, got type = {self.type} and "
-                f"label_smoothing = {self.label_smoothing}: leave one of them out"
-            )
-        if self.rpo_alpha and self.type in ("orpo", "kto"):
-            raise ValueError(
-                f"rpo_alpha = {self.rpo_alpha} is for other types than orpo, whose first term is the likelihood of the "
-                f"chosen answer, and kto, which has no pairs, got type = {self.type}: leave it out"
-            )
-        if self.type != "kto" and (self.desirable_weight, self.undesirable_weight) != (1.0, 1.0):
-            raise ValueError(
-                f"desirable_weight = {self.desirable_weight} and undesirable_weight = {self.undesirable_weight} are "
-                f"for type = kto, got type = {self.type}: leave them out"
-            )
-        if self.type == "kto" and self.reference == "none":
-            raise ValueError("reference = none is for other types than kto, which compares with a divergence from it")
-        if self.reference == "precomputed" and not built_in.has_reference:
-            raise ValueError(
-                f"reference = precomputed is for {', '.join(_HAS_REFERENCE)}; {self.type} has no reference"
-            )
-        if self.reference_model is not None and (self.reference == "none" or not built_in.has_reference):
-            raise ValueError(
-                f"reference_model = '{self.reference_model}' has no use with type = {self.type} and reference = "
-                f"{self.reference or 'none'}: leave it out"
-            )
-        if self.beta is None:
-            self.beta = built_in.beta
-        if self.margin is None:
-            self.margin = built_in.margin
-        if self.reference is None:
-            self.reference = "precomputed" if built_in.has_reference else "none"
         return self
 
-    @property
-    def scale(self) -> float:
-        """The resolved `beta`."""
-        assert self.beta is not None, "the validator has filled it in"
-        return self.beta
+
+class ReferencedPairLoss(ReferencedLoss, PairLoss):
+    """A loss of pairs that compares with a reference."""
+
+    type: Literal["ipo", "ipo_sum", "hinge", "apo_zero", "apo_down"]
+
+
+class RobustLoss(ReferencedPairLoss):
+    """A loss of labels that may be wrong."""
+
+    type: Literal["robust"] = "robust"
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """The share of pairs that are taken to be labelled the wrong way round."""
+
+
+class DpoLoss(RobustLoss):
+    """DPO."""
+
+    type: Literal["dpo"] = "dpo"
+
+    odpo_alpha: float = Field(default=0.0, ge=0)
+    """This times a row's `margin` is how far apart the rewards of its two sides should be, beside what the loss
+    asks for anyway (Amini et al. 2024, ODPO); 0: margins of rows are not read."""
+
+    @model_validator(mode="after")
+    def _smooths_or_reads_margins(self) -> Self:
+        if self.odpo_alpha and self.label_smoothing:
+            raise ValueError(
+                f"odpo_alpha = {self.odpo_alpha} does not go with label_smoothing = {self.label_smoothing}: leave one "
+                "of them out"
+            )
+        return self
+
+
+class SimpoLoss(PairLoss):
+    """SimPO."""
+
+    type: Literal["simpo"] = "simpo"
+    beta: float = Field(default=2.0, gt=0)
+
+    margin: float = Field(default=0.5, ge=0)
+    """How much more reward the chosen side should have."""
+
+
+class OrpoLoss(PreferenceLossConfig):
+    """ORPO."""
+
+    type: Literal["orpo"] = "orpo"
+
+
+class KtoLoss(ReferencedLoss):
+    """KTO, of single answers."""
+
+    type: Literal["kto"] = "kto"
+    reference: Literal["precomputed"] = "precomputed"
+
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of good answers. The authors advise a ratio of this times their number to the same of bad ones between 1
+    and 4/3."""
+
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of bad answers."""
+
+
+AnyPreferenceLoss = Annotated[DpoLoss | ReferencedPairLoss | RobustLoss | SimpoLoss | OrpoLoss | KtoLoss, ByType("dpo")]
+
+PREFERENCE_LOSSES = models_by_type(AnyPreferenceLoss, PreferenceLossConfig)
+"""The model of each preference loss."""
 
 
 class PreferenceDataConfig(SftDataConfig):
@@ -153,14 +169,24 @@ class DpoConfig(EvaluatedCommand):
 
     program = "dpo"
 
-    optim: DpoOptimConfig = Field(default_factory=DpoOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    optim: DpoOptimConfig = Field(default_factory=DpoOptimConfig)
     """Optimizer and learning-rate schedule."""
 
-    data: PreferenceDataConfig = Field(default_factory=PreferenceDataConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: PreferenceDataConfig = Field(default_factory=PreferenceDataConfig)
     """Pairs and batches."""
 
-    loss: PreferenceLossConfig = Field(default_factory=PreferenceLossConfig)
+    loss: AnyPreferenceLoss = Field(default_factory=DpoLoss)
     """Preference loss."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return isinstance(self.loss, ReferencedLoss) and self.loss.reference != "none"
+
+    @property
+    def reference_model(self) -> str | None:
+        """The model of the reference; None for the weights that the run starts with, or without a reference."""
+        return self.loss.reference_model if isinstance(self.loss, ReferencedLoss) else None
 
 
 class RewardLossConfig(Section):
@@ -176,7 +202,7 @@ class RewardTrainingConfig(SupervisedCommand):
 
     program = "reward-model"
 
-    data: PreferenceDataConfig = Field(default_factory=PreferenceDataConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: PreferenceDataConfig = Field(default_factory=PreferenceDataConfig)
     """Pairs and batches."""
 
     loss: RewardLossConfig = Field(default_factory=RewardLossConfig)

@@ -1,7 +1,7 @@
 """Settings of the trainer of `rl`, and the checks of advantages and rewards.
 
 The checks refuse advantages that cannot be combined with other settings. `rl` knows the settings of trainer and
-orchestrator, so it also checks what the two must agree on. `holdfast.config.losses_and_advantages` lists
+orchestrator, so it also checks what the two must agree on. `holdfast.config.advantages` lists
 the advantages.
 """
 
@@ -9,6 +9,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from holdfast.config.advantages import (
+    ADVANTAGES,
+    GROUP_ADVANTAGES,
+    MODEL_ADVANTAGES,
+    REWARD_ADVANTAGES,
+    SINGLE_ADVANTAGES,
+)
 from holdfast.config.algorithm import (
     CriticConfig,
     DistillationConfig,
@@ -20,13 +27,6 @@ from holdfast.config.algorithm import (
     UpdatesConfig,
 )
 from holdfast.config.base import DType, Section
-from holdfast.config.losses_and_advantages import (
-    ADVANTAGES,
-    GROUP_ADVANTAGES,
-    MODEL_ADVANTAGES,
-    REWARD_ADVANTAGES,
-    SINGLE_ADVANTAGES,
-)
 from holdfast.config.marks import Mark, Picked
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.policy_losses import AnyPolicyLoss, DapoLoss

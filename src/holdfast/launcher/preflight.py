@@ -70,8 +70,8 @@ def check_training(config: TrainingCommand) -> None:
         key = "model.tokenizer" if config.model.tokenizer else "model.name"
         check_tokenizer_path(config.model.tokenizer_name, key=key)
         check_data_path(config.data.name, key="data.name")
-    if isinstance(config, DpoConfig) and config.loss.reference_model:
-        _check_weights(config.loss.reference_model, key="loss.reference_model")
+    if isinstance(config, DpoConfig) and config.reference_model:
+        _check_weights(config.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
         return
     for key, name in (

@@ -300,8 +300,8 @@ def _ask_hub(config: TrainingCommand) -> None:
     ask_hub(config.model.name, key="model.name")
     if config.model.tokenizer:
         ask_hub(config.model.tokenizer, key="model.tokenizer", file="tokenizer.json")
-    if isinstance(config, DpoConfig) and config.loss.reference_model:
-        ask_hub(config.loss.reference_model, key="loss.reference_model")
+    if isinstance(config, DpoConfig) and config.reference_model:
+        ask_hub(config.reference_model, key="loss.reference_model")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ if __name__ == "__main__" and "torch" not in sys.modules:
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import program_config
-from holdfast.config.preference import DpoConfig, RewardTrainingConfig
+from holdfast.config.preference import DpoConfig, DpoLoss, RewardTrainingConfig
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import printable
 from holdfast.process.child import die_with_launcher, run_reporting_errors
@@ -49,7 +49,7 @@ def load_preferences(
         return load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), mesh=mesh)
     if config.loss.type == "kto":
         return load_answers(config.data, tokenizer, mesh=mesh)
-    formats = RATED_PAIR_FORMATS if config.loss.odpo_alpha else PAIR_FORMATS
+    formats = RATED_PAIR_FORMATS if isinstance(config.loss, DpoLoss) and config.loss.odpo_alpha else PAIR_FORMATS
     return load_pairs(config.data, tokenizer, formats=formats, mesh=mesh)
 
 

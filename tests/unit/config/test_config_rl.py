@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from holdfast.config import RlConfig, TrainerConfig
+from holdfast.config.advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.environments import RolloutSettings
 from holdfast.config.load import parse_command_line, read_toml, to_toml
-from holdfast.config.losses_and_advantages import GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.resolved import makes_same_batches
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import PolicyOptimConfig

@@ -272,7 +272,7 @@ def models_of(trainer: TrainingCommand, *, is_fresh: bool) -> dict[str, str]:
         found["kl.reference"] = trainer.kl and trainer.kl.reference
         found["reward_model.name"] = trainer.reward_model and trainer.reward_model.name
     if isinstance(trainer, DpoConfig):
-        found["loss.reference_model"] = trainer.loss.reference_model
+        found["loss.reference_model"] = trainer.reference_model
     return {key: str(name) for key, name in found.items() if name}
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config import DpoConfig
+from holdfast.config.preference import KtoLoss
 from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy
@@ -72,11 +73,14 @@ class KtoObjective:
         return logprobs_A - reference_A, logprobs_A
 
     def _compared_with(self, kl: float) -> PairObjective[Policy, LabelledAnswer]:
+        config = self.config.loss
+        assert isinstance(config, KtoLoss)
+
         def forward(model: Policy, batch: Sequence[LabelledAnswer], indices: list[int]) -> dict[str, Tensor]:
             ratios_A, logprobs_A = self._ratios(model, batch, indices, _ANSWER)
             labels = [batch[index].is_desirable for index in indices]
             is_desirable_A = to_device(torch.tensor(labels, dtype=torch.bool), self.mesh.device)
-            losses_A, rewards_A = kto_loss(ratios_A, is_desirable_A, kl, self.config.loss)
+            losses_A, rewards_A = kto_loss(ratios_A, is_desirable_A, kl, config)
             good_A, bad_A = is_desirable_A.double(), (~is_desirable_A).double()
             return {
                 "loss": losses_A,

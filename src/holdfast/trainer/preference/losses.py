@@ -3,7 +3,7 @@
 Each returns losses per pair. The program divides by the pairs of the whole optimizer step, over all ranks and
 micro-batches, so a step has one loss however it is split.
 
-To add one: its function here, and its line in `holdfast.config.losses_and_advantages`.
+To add the loss `name`, write `name_loss` here, and its settings in `holdfast.config.preference`.
 
 Shape legend: P pairs, A answers that are labelled one by one.
 """
@@ -17,8 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.config.losses_and_advantages import PREFERENCE_LOSSES
-from holdfast.config.preference import PreferenceLossConfig, RewardLossConfig
+from holdfast.config.preference import (
+    DpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    PairLoss,
+    PreferenceLossConfig,
+    ReferencedPairLoss,
+    RewardLossConfig,
+    RobustLoss,
+    SimpoLoss,
+)
 
 _LARGEST_LOGPROB = -1e-9
 
@@ -55,15 +64,14 @@ def preference_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLo
     """Return the loss that `config` names. With `rpo_alpha`, minus alpha l(y_w) / |y_w| (Pang et al. 2024, "Iterative
     reasoning preference optimization").
     """
-    name = PREFERENCE_LOSSES[config.type].function
-    assert name is not None, "kto trains on single answers, not pairs"
-    scored: PairLosses = globals()[name](pairs, config)
-    if not config.rpo_alpha:
+    assert not isinstance(config, KtoLoss), "kto trains on single answers, not pairs"
+    scored: PairLosses = globals()[f"{config.type}_loss"](pairs, config)
+    if not isinstance(config, PairLoss) or not config.rpo_alpha:
         return scored
     return scored._replace(losses_P=scored.losses_P - config.rpo_alpha * pairs.chosen_P / pairs.chosen_tokens_P)
 
 
-def dpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def dpo_loss(pairs: PairLogprobs, config: DpoLoss) -> PairLosses:
     """Return DPO (Rafailov et al. 2023, "Direct preference optimization", eq. 7).
 
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta [(l_pi(y_w) - l_ref(y_w)) - (l_pi(y_l) -
@@ -76,7 +84,7 @@ def dpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     return _scored(losses_P, chosen_P, rejected_P)
 
 
-def ipo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def ipo_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
     """Return IPO (Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences").
 
     loss = (d - 1 / (2 beta))^2, d = (l_pi(y_w) - l_ref(y_w)) / |y_w| - (l_pi(y_l) - l_ref(y_l)) / |y_l|
@@ -85,15 +93,15 @@ def ipo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     (`DPOTrainer`, `loss_type = "ipo"`). `ipo_sum_loss` is the equation as printed.
     """
     chosen_P, rejected_P = _log_ratios(pairs)
-    return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.scale)
+    return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.beta)
 
 
-def ipo_sum_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def ipo_sum_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
     """Return IPO as eq. 17 is printed: as `ipo_loss`, with log-ratios of whole answers instead of means."""
-    return _squared(*_log_ratios(pairs), config.scale)
+    return _squared(*_log_ratios(pairs), config.beta)
 
 
-def hinge_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def hinge_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
     """Return the hinge of SLiC-HF on DPO's rewards (Zhao et al. 2023; Liu et al. 2023, "Statistical rejection sampling
     improves preference optimization"): loss = max(0, 1 - h), h as in DPO.
     """
@@ -101,7 +109,7 @@ def hinge_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     return _scored(F.relu(1 - (chosen_P - rejected_P)), chosen_P, rejected_P)
 
 
-def robust_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def robust_loss(pairs: PairLogprobs, config: RobustLoss) -> PairLosses:
     """Return robust DPO (Chowdhury et al. 2024, "Provably robust DPO: aligning language models with noisy feedback").
 
     loss = (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e), h as in DPO: its mean over labels of which the
@@ -113,7 +121,7 @@ def robust_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses
     return _scored(losses_P / (1 - 2 * smoothing), chosen_P, rejected_P)
 
 
-def apo_zero_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def apo_zero_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
     """Return APO-zero (D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", eq. 7).
 
     loss = 1 - sigmoid(r_w) + sigmoid(r_l), r = beta (l_pi - l_ref): chosen answers become likelier, rejected ones less
@@ -123,7 +131,7 @@ def apo_zero_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLoss
     return _scored(F.sigmoid(-chosen_P) + F.sigmoid(rejected_P), chosen_P, rejected_P)
 
 
-def apo_down_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def apo_down_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
     """Return APO-down (D'Oosterlinck et al. 2024, eq. 8).
 
     loss = sigmoid(r_w) + 1 - sigmoid(r_w - r_l): both become less likely, the rejected side more so. For answers that
@@ -133,18 +141,17 @@ def apo_down_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLoss
     return _scored(F.sigmoid(chosen_P) + F.sigmoid(rejected_P - chosen_P), chosen_P, rejected_P)
 
 
-def simpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def simpo_loss(pairs: PairLogprobs, config: SimpoLoss) -> PairLosses:
     """Return SimPO (Meng et al. 2024, "SimPO: Simple preference optimization with a reference-free reward", eq. 6).
 
     loss = -log sigmoid(beta l(y_w) / |y_w| - beta l(y_l) / |y_l| - margin)
     """
-    margin = config.margin or 0.0
     chosen_P, rejected_P = _means(pairs)
-    losses_P = -F.logsigmoid(config.scale * (chosen_P - rejected_P) - margin)
-    return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
+    losses_P = -F.logsigmoid(config.beta * (chosen_P - rejected_P) - config.margin)
+    return _scored(losses_P, config.beta * chosen_P, config.beta * rejected_P)
 
 
-def orpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def orpo_loss(pairs: PairLogprobs, config: OrpoLoss) -> PairLosses:
     """Return ORPO (Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model", eq. 6-7).
 
     loss = -m_w - beta log sigmoid(log odds(m_w) - log odds(m_l)), with m = l(y) / |y| the mean log-probability of an
@@ -153,13 +160,11 @@ def orpo_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """
     chosen_P, rejected_P = _means(pairs)
     odds_P = _log_odds(chosen_P) - _log_odds(rejected_P)
-    losses_P = -chosen_P - config.scale * F.logsigmoid(odds_P)
-    return _scored(losses_P, config.scale * chosen_P, config.scale * rejected_P)
+    losses_P = -chosen_P - config.beta * F.logsigmoid(odds_P)
+    return _scored(losses_P, config.beta * chosen_P, config.beta * rejected_P)
 
 
-def kto_loss(
-    ratios_A: Tensor, is_desirable_A: Tensor, kl: float, config: PreferenceLossConfig
-) -> tuple[Tensor, Tensor]:
+def kto_loss(ratios_A: Tensor, is_desirable_A: Tensor, kl: float, config: KtoLoss) -> tuple[Tensor, Tensor]:
     """Return losses (A,) and rewards (A,) of KTO (Ethayarajh et al. 2024, "KTO: Model alignment as prospect theoretic
     optimization").
 
@@ -172,9 +177,9 @@ def kto_loss(
         kl: z, the divergence of policy from reference, at least 0, without gradient.
     """
     gains_A = torch.where(is_desirable_A, ratios_A - kl, kl - ratios_A)
-    losses_A = F.sigmoid(-config.scale * gains_A)
+    losses_A = F.sigmoid(-config.beta * gains_A)
     losses_A = torch.where(is_desirable_A, config.desirable_weight * losses_A, config.undesirable_weight * losses_A)
-    return losses_A, (config.scale * ratios_A).detach()
+    return losses_A, (config.beta * ratios_A).detach()
 
 
 def sequence_sums(values_N: Tensor, lengths: list[int]) -> Tensor:
@@ -196,7 +201,7 @@ def _log_ratios(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
 def _rewards(pairs: PairLogprobs, config: PreferenceLossConfig) -> tuple[Tensor, Tensor]:
     """Return the implicit rewards beta (l_pi - l_ref) of both sides."""
     chosen_P, rejected_P = _log_ratios(pairs)
-    return config.scale * chosen_P, config.scale * rejected_P
+    return config.beta * chosen_P, config.beta * rejected_P
 
 
 def _squared(chosen_P: Tensor, rejected_P: Tensor, beta: float) -> PairLosses:

@@ -164,12 +164,12 @@ class ReferenceWork(Generic[P]):
         fingerprint = fingerprint_preferences(self.preferences)
         if self._step:
             self.table = self._resumed(fingerprint)
-            if bool(self.table.other) != bool(self.config.loss.reference_model):
+            if bool(self.table.other) != bool(self.config.reference_model):
                 raise self._other_weights("")
         else:
             unknown_P2 = np.full((len(self.preferences), 2), np.nan)
             init_from = str(ckpt.init_from.absolute()) if ckpt is not None and ckpt.init_from else ""
-            other = self.config.loss.reference_model or ""
+            other = self.config.reference_model or ""
             self.table = ReferenceTable(unknown_P2, fingerprint, other=other, init_from=init_from)
 
     def _resumed(self, fingerprint: str) -> ReferenceTable:
@@ -227,7 +227,7 @@ class ReferenceWork(Generic[P]):
             DataError: it cannot be loaded, or knows the policy's tokens by other ids.
             CheckpointError: the checkpoint was made with other weights of the reference.
         """
-        name = self.config.loss.reference_model
+        name = self.config.reference_model
         if name is None and not (self._step and self._missing()):
             return
         begin = time.time()
@@ -346,7 +346,7 @@ class ReferenceWork(Generic[P]):
 
     def _other_weights(self, digest: str) -> CheckpointError:
         """Return the error of a reference with the weights `digest`; empty: another kind of model."""
-        table, name = self.table, self.config.loss.reference_model
+        table, name = self.table, self.config.reference_model
         key = "loss.reference_model" if table.other else "model.name"
         began_with = f"the reference model '{table.other}'" if table.other else "the weights that the run began with"
         found = f"loss.reference_model = '{name}' has {digest}"

@@ -37,7 +37,7 @@ def run(config: DpoConfig) -> None:
         training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
         tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
         work = None
-        if config.loss.reference != "none":
+        if config.has_reference:
             work = ReferenceWork(config, mesh, preferences, training, held_out)
             work.compute_beside()
         with start_session(

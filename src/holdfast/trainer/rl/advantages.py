@@ -4,7 +4,7 @@ The first ones take the rewards of one problem and nothing else, for any trainin
 a batch (`ScoredRollout`); the critic's advantage takes the rewards and values of one rollout's tokens. A rollout has
 one advantage, or one per token.
 
-To add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.losses_and_advantages`.
+To add one, write its function here, and its line in `ADVANTAGES` of `holdfast.config.advantages`.
 
 Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout, K rewards of parts.
 """

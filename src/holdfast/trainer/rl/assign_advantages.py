@@ -16,8 +16,8 @@ from operator import attrgetter
 
 import numpy as np
 
+from holdfast.config.advantages import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.algorithm import CriticConfig
-from holdfast.config.losses_and_advantages import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError, TrainingError
 from holdfast.process.imports import calling, load_function

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import TrainerConfig
+from holdfast.config.advantages import MODEL_ADVANTAGES
 from holdfast.config.algorithm import PretrainingConfig, UpdatesConfig
-from holdfast.config.losses_and_advantages import MODEL_ADVANTAGES
 from holdfast.config.training import learning_rate
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_variance

@@ -81,7 +81,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
     ),
     "CkptConfig.init_from": ("test_every_input.py::test_other_weights_to_begin_with_are_said",),
     "CkptConfig.resume_dir": ("test_resume.py::test_a_fork_begins_with_anothers_checkpoint",),
-    "PreferenceLossConfig.reference_model": (
+    "ReferencedLoss.reference_model": (
         "test_every_input.py::test_another_reference_of_dpo_is_said",
         "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
     ),
@@ -90,7 +90,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "OwnLoss.args",
-            "PreferenceLossConfig.type", "SftDataConfig.split", "TrainedModelConfig.attention",
+            "PreferenceLossConfig.type", "_AnyCorrection.type", "SftDataConfig.split", "TrainedModelConfig.attention",
         ),
         _ITSELF,
     ),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import DpoConfig
-from holdfast.config.preference import PreferenceDataConfig, PreferenceLossConfig
+from holdfast.config.preference import KtoLoss, PreferenceDataConfig
 from holdfast.config.training import LoraConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
 from holdfast.trainer.data.formats import PAIR_FORMATS, RATED_PAIR_FORMATS
@@ -328,7 +328,7 @@ LABELLED = [
 @pytest.mark.parametrize("kl", [0.0, 1e4])
 def test_the_loss_of_kto_stays_finite_and_bounded(label: bool, ratio: float, kl: float) -> None:
     ratios_A = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
-    losses_A, _ = kto_loss(ratios_A, torch.tensor([label]), kl, PreferenceLossConfig(type="kto", beta=0.3))
+    losses_A, _ = kto_loss(ratios_A, torch.tensor([label]), kl, KtoLoss(type="kto", beta=0.3))
     (gradient,) = torch.autograd.grad(losses_A.sum(), ratios_A)
     assert 0 <= losses_A.item() <= 1 and abs(gradient.item()) <= 0.3 / 4
 

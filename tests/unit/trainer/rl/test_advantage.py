@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from holdfast.config.losses_and_advantages import (
+from holdfast.config.advantages import (
     GROUP_ADVANTAGES,
     MODEL_ADVANTAGES,
     REWARD_ADVANTAGES,

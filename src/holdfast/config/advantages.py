@@ -1,16 +1,8 @@
-"""The policy losses, advantages and preference losses that a run chooses by name.
+"""The advantages that a run chooses by name.
 
-The settings take names, defaults and help from the tables below and know no torch. The trainer imports the function of
-a name when a run asks for it. A new one needs only its function and one line here:
-
-    POLICY_LOSSES      an `Objective` in `holdfast.trainer.rl.losses`
-    ADVANTAGES         a function of rewards or rollouts, see `BuiltInAdvantage`, in `holdfast.trainer.rl.advantages`
-    PREFERENCE_LOSSES  a function `(PairLogprobs, PreferenceLossConfig) -> PairLosses` in
-                       `holdfast.trainer.preference.losses`
-
-Tests ask for a row in docs/losses.md or docs/preferences.md, with formula and source, for a slow reference in float64
-(`tests.builders.slow_losses`), and that each name learns in a short run. `holdfast.orchestrator.env.registry` has the
-table of environments.
+The settings take names and help from the table below and know no torch. The trainer imports the function of a name when
+a run asks for it. A new advantage needs only its function in `holdfast.trainer.rl.advantages` and one line here. Tests
+ask for a row in docs/losses.md, with formula and source, and that each name learns in a short run.
 """
 
 from collections.abc import Mapping
@@ -75,43 +67,3 @@ REWARD_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.functi
 """Advantages computed from the rewards of a batch."""
 MODEL_ADVANTAGES = tuple(name for name, one in ADVANTAGES.items() if one.function is None)
 """Advantages that need a model beside the policy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuiltInPreferenceLoss:
-    """A preference loss, and the settings that it knows.
-
-    Attributes:
-        function: its name in `holdfast.trainer.preference.losses`; None for `kto`, whose answers are not pairs.
-        beta: default of `loss.beta`.
-        margin: default of `loss.margin`; None where it has none.
-        has_reference: whether it compares with a reference.
-        can_smooth: whether it knows `loss.label_smoothing`.
-        source: for `--help`.
-    """
-
-    function: str | None
-    beta: float = 0.1
-    margin: float | None = None
-    has_reference: bool = True
-    can_smooth: bool = False
-    source: str
-
-
-# fmt: off
-PREFERENCE_LOSSES = {
-    "dpo": BuiltInPreferenceLoss(function="dpo_loss", can_smooth=True, source="Rafailov et al. 2023"),
-    "ipo": BuiltInPreferenceLoss(function="ipo_loss",
-                                 source="Azar et al. 2023, by the mean log-ratio of an answer's tokens"),
-    "ipo_sum": BuiltInPreferenceLoss(function="ipo_sum_loss", source="the same, by their sum"),
-    "hinge": BuiltInPreferenceLoss(function="hinge_loss", source="Zhao et al. 2023"),
-    "robust": BuiltInPreferenceLoss(function="robust_loss", can_smooth=True, source="Chowdhury et al. 2024"),
-    "apo_zero": BuiltInPreferenceLoss(function="apo_zero_loss", source="D'Oosterlinck et al. 2024"),
-    "apo_down": BuiltInPreferenceLoss(function="apo_down_loss", source="the same"),
-    "simpo": BuiltInPreferenceLoss(function="simpo_loss", beta=2.0, margin=0.5, has_reference=False,
-                                   source="Meng et al. 2024"),
-    "orpo": BuiltInPreferenceLoss(function="orpo_loss", has_reference=False, source="Hong et al. 2024"),
-    "kto": BuiltInPreferenceLoss(function=None,
-                                 source="Ethayarajh et al. 2024, which takes answers that are labelled one by one too"),
-}
-# fmt: on
