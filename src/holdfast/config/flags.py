@@ -79,19 +79,29 @@ class Flag:
             return None
         if self.is_table or (self.is_list and text.startswith(("[", "{"))):
             try:
-                value = json.loads(text)
+                value = json.loads(text, object_pairs_hook=_object)
             except ValueError as error:
-                shown = f": '{cut(text)}'" if name.startswith("--") else f" ({error})"  # a variable may hold a secret
+                text = f": '{cut(text)}'" if name.startswith("--") else ""  # a variable may hold a secret
                 others = "or in a file of the whole configuration (@ FILE.toml)"
                 if self.is_section and name.startswith("--"):
                     others = f"by single settings ({name}.NAME VALUE), or by a file ({name} @ FILE.toml)"
                 raise ConfigError(
-                    f"a value of {name} is not JSON{shown}. Sections, tables and lists are given as JSON, {others}."
+                    f"a value of {name} is not JSON{text} ({error}). Sections, tables and lists are given as JSON, "
+                    f"{others}."
                 ) from None
             return [value] if self.is_list and not self.is_table and isinstance(value, dict) else value
         if self.is_list and str not in self.kinds and text not in self.words:
             return text.split(",")
         return text
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raise ValueError for a key that stands twice, of which one value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def _kinds(annotation: Any) -> set[Any]:

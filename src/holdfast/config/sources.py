@@ -47,7 +47,11 @@ VARIABLES = frozenset({
 
 
 class Sources:
-    """The sources of one command line, highest first, and who gave each setting."""
+    """The sources of one command line, and who gave each setting.
+
+    Attributes:
+        set_by_variables: dotted key -> the variable that set it, once `settings` has read them.
+    """
 
     def __init__(self, command: type[Command], argv: Sequence[str]) -> None:
         known = flags_of(command)
@@ -57,23 +61,22 @@ class Sources:
         self.variables, self.variable_of = _read_variables(command)
         self._unknown = {name: key for key, name in self.variable_of.items() if not _is_known(key, known)}
         self.files = files
+        self.set_by_variables: dict[str, str] = {}
         _check_nesting(self.variables, self.variable_of)
-
-    @property
-    def set_by_variables(self) -> dict[str, str]:
-        """Dotted key -> the variable that set it, except where a flag gave the same setting."""
-        given = {one: name for key, name in self.variable_of.items() for one in _leaves(key, self.variables[key])}
-        return {key: name for key, name in given.items() if not self.flag_of.keys() & {*_above(key), key}}
 
     def settings(self) -> BaseModel:
         """Return the settings, read from the sources and validated by the framework. Raise ValidationError for a
         value, ConfigError for a variable that sets nothing."""
         self._check_variables()
         root = _root_of(self._command)
+        flags, variables = FlagSource(root, self.flags), EnvironmentSource(root, self.variables)
         files = [FileSource(root, data) for _, data in reversed(self.files)]
-        return root(
-            _build_sources=((FlagSource(root, self.flags), EnvironmentSource(root, self.variables), *files), {})
-        )
+        settings = root(_build_sources=((flags, variables, *files), {}))
+        for key in _leaves(variables.taken):
+            if not _decides(flags.taken, key):
+                name = next(self.variable_of[one] for one in (key, *_above(key)) if one in self.variable_of)
+                self.set_by_variables[key] = name
+        return settings
 
     def _check_variables(self) -> None:
         """Refuse a variable that is neither a setting nor named by one."""
@@ -104,18 +107,25 @@ def _root_of(command: type[Command]) -> type[BaseSettings]:
     return type(command.__name__, (BaseSettings, command), {"model_config": config, "__module__": __name__})
 
 
-class _WithAlternatives(PydanticBaseSettingsSource):
-    """Leaves out a setting if a higher source has its alternative."""
+class _Source(PydanticBaseSettingsSource):
+    """Leaves out a setting if a higher source has its alternative.
+
+    Attributes:
+        taken: the values that the library took from this source.
+    """
+
+    taken: Mapping[str, Any] = {}
 
     def __call__(self) -> dict[str, Any]:
         values = super().__call__()  # pyright: ignore[reportAbstractUsage] - of the source beside it
         for chosen, other in getattr(self.settings_cls, "alternatives", ()):
             if chosen in self.current_state and other not in self.current_state:
                 values.pop(other, None)
+        self.taken = values
         return values
 
 
-class FlagSource(EnvSettingsSource):
+class FlagSource(_Source, EnvSettingsSource):
     """Flags: the library takes `optim.lr` apart as it takes the names of variables apart."""
 
     _prefix, _nested = "", "."
@@ -139,13 +149,13 @@ class FlagSource(EnvSettingsSource):
         return value
 
 
-class EnvironmentSource(_WithAlternatives, FlagSource):
+class EnvironmentSource(FlagSource):
     """Variables: `HOLDFAST_TRAINER__OPTIM__LR`."""
 
     _prefix, _nested = VARIABLE_PREFIX, "__"
 
 
-class FileSource(_WithAlternatives, InitSettingsSource):
+class FileSource(_Source, InitSettingsSource):
     """One TOML file, `@ FILE.toml` or `--section @ FILE.toml`."""
 
 
@@ -189,12 +199,23 @@ def _value_in_a_table(text: str) -> Any:
         return text
 
 
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    if not isinstance(value, dict) or not value:
-        yield key
-        return
-    for name, one in value.items():
-        yield from _leaves(f"{key}.{name}", one)
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _decides(values: Any, key: str) -> bool:
+    """Whether values say what a dotted key is, themselves or by a section that they unset."""
+    for part in key.split("."):
+        if not isinstance(values, Mapping):
+            return True
+        if part not in values:
+            return False
+        values = values[part]
+    return True
 
 
 def _above(key: str) -> list[str]:

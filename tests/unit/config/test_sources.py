@@ -161,6 +161,21 @@ def test_nested_lists_and_tables_come_from_one_variable(monkeypatch: pytest.Monk
     assert config.variables["trainer.optim.lr"] == "HOLDFAST_TRAINER__OPTIM__LR"
 
 
+def test_only_a_variable_that_decided_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_OPTIM", '{"lr": 0.5, "warmup_steps": 2}')
+    monkeypatch.setenv("HOLDFAST_CKPT__INTERVAL", "3")
+    monkeypatch.setenv("HOLDFAST_MAX_STEPS", "3")
+    config = parse_command_line(SftConfig, ["--optim", '{"lr": 0.25}', "--ckpt", "null", "--epochs", "2"])
+    assert (config.optim.lr, config.optim.warmup_steps, config.ckpt, config.epochs) == (0.25, 2, None, 2)
+    assert config.variables == {"optim.warmup_steps": "HOLDFAST_OPTIM"}
+
+
+def test_a_key_that_is_there_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "'lr' is there twice" in refused("sft", "--optim", '{"lr": 1, "lr": 2}')
+    monkeypatch.setenv("HOLDFAST_OPTIM", '{"lr": 1, "lr": 2}')
+    assert "'lr' is there twice" in refused("sft")
+
+
 def test_null_and_switches_in_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = in_file(tmp_path / "sft.toml", "ckpt", {"interval": 3})
     monkeypatch.setenv("HOLDFAST_CKPT", "null")
