@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from holdfast.config.orchestrator import ClientConfig
-from holdfast.config.rl_trainer import WeightsConfig
+from holdfast.config.rl_trainer import CollectiveWeights
 from holdfast.config.training import ParallelConfig, TrainedModelConfig
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.weight_sync import WeightPusher
@@ -91,7 +91,7 @@ class Measurement:
         """Return the seconds of each round by transport; the first round of each warms up, and is left out."""
         seconds: dict[str, list[float]] = {transport: [] for transport in transports}
         client_config = ClientConfig(urls=[self._url], ready_timeout_s=_WAIT_S)
-        with WeightOffers(self.run_dir, WeightsConfig(), torch.device("cpu")) as offers:
+        with WeightOffers(self.run_dir, CollectiveWeights(), torch.device("cpu")) as offers:
             async with InferenceClient(client_config, run_dir=self.run_dir) as client:
                 await client.engines[0].wait_for_health()
                 pusher = WeightPusher(client, self.run_dir, timeout_s=_WAIT_S, seq_len=64)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
-from holdfast.config.rl_trainer import WeightsConfig
+from holdfast.config.rl_trainer import CollectiveWeights
 from holdfast.config.training import OptimConfig, SftDataConfig, TrainedModelConfig
 from holdfast.inference import transfer
 from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
@@ -302,7 +302,7 @@ def weights_on_streams(place: Place) -> None:
         for module, channel in ((weight_offers, sends), (transfer, receives)):
             stack.enter_context(patch.object(module, "_open_group", lambda *_, channel=channel: channel))
         stack.enter_context(patch.object(weight_offers, "_GROUP_BYTES", 256 * 256 * 4))
-        offers = stack.enter_context(WeightOffers(run_dir, WeightsConfig(), device))
+        offers = stack.enter_context(WeightOffers(run_dir, CollectiveWeights(), device))
         offers.offer(1, list(tensors.items()))
         offer = msgspec.json.decode(run_dir.offer.read_bytes(), type=Offer)
         wanted = Transfer(offer, num_members=2, attempt="first", first_rank=1)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.config.rl_trainer import WeightsConfig
+from holdfast.config.rl_trainer import CollectiveWeights
 from holdfast.process.heartbeat import HEARTBEAT_ENV, Beat, read_beat
 from holdfast.protocol.inference import UpdateRequest
 from holdfast.protocol.transfer import Offer, Transfer
@@ -323,7 +323,7 @@ def _offer(run_dir: RunDir, model: Path, version: int, cut: int | None, blow: si
 
     weight_offers._GROUP_BYTES = 1
     weight_offers._groups_of = groups_until
-    with WeightOffers(run_dir, WeightsConfig(stall_timeout_s=HANG_S), torch.device("cpu")) as offers:
+    with WeightOffers(run_dir, CollectiveWeights(stall_timeout_s=HANG_S), torch.device("cpu")) as offers:
         offers.offer(version, list(load_file(model / "model.safetensors").items()))
         signal.pause()
 

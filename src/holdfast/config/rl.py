@@ -13,7 +13,7 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.marks import Mark, marked, models_in
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig, check_rounds
 from holdfast.config.policy_losses import BuiltInLoss
-from holdfast.config.rl_trainer import JournalConfig, TrainerConfig, WeightsConfig, check_rewards
+from holdfast.config.rl_trainer import AnyWeights, CollectiveWeights, JournalConfig, TrainerConfig, check_rewards
 from holdfast.config.view import (
     DashboardConfig,
     ProfiledSteps,
@@ -50,7 +50,7 @@ class RlConfig(Command):
     journal: Annotated[JournalConfig | None, Mark.SHARED] = None
     """For the trainer: batches that stay after they are trained."""
 
-    weights: Annotated[WeightsConfig | None, Mark.SHARED] = None
+    weights: Annotated[AnyWeights | None, Mark.SHARED] = None
     """For the trainer: how new weights reach the engines."""
 
     tracking: Annotated[TrackingConfig | None, Mark.SHARED] = None
@@ -249,7 +249,7 @@ def _check_teacher(config: RlConfig) -> None:
             "them: set orchestrator.teacher with mode = 'samples', or another loss, such as 'policy_gradient'"
         )
     weights = config.weights or config.trainer.weights
-    if config.orchestrator.is_sampled_by_teacher and weights.transport == "collective":
+    if config.orchestrator.is_sampled_by_teacher and isinstance(weights, CollectiveWeights):
         raise ConfigError(
             "weights.transport = 'collective' sends weights to engines, and here a teacher samples (orchestrator."
             "teacher with mode = 'samples'), which takes none: leave it out"
@@ -291,7 +291,7 @@ def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
         flag = setting.replace("_", "-")
         raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
     if isinstance(own, Section):  # unset keys stay as the processes have them
-        below = [value.model_dump(exclude_unset=True) for value in values[:1] if isinstance(value, Section)]
+        below = [value.model_dump(exclude_unset=True) for value in values[:1] if isinstance(value, type(own))]
         return type(own).model_validate(_laid_over(below[0] if below else {}, own.model_dump(exclude_unset=True)))
     return values[0] if values else getattr(getattr(config, names[0]), setting)
 

@@ -5,6 +5,9 @@ orchestrator, so it also checks what the two must agree on. `holdfast.config.adv
 the advantages.
 """
 
+# Types narrow the type of their base, which nobody sets.
+# pyright: reportIncompatibleVariableOverride=false
+
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -27,6 +30,7 @@ from holdfast.config.algorithm import (
     UpdatesConfig,
 )
 from holdfast.config.base import DType, Section
+from holdfast.config.by_type import ByType
 from holdfast.config.marks import Mark, Picked
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.policy_losses import AnyPolicyLoss, DapoLoss
@@ -148,16 +152,31 @@ class JournalConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engines."""
 
-    transport: Literal["directory", "collective"] = "directory"
+    transport: str
     """`directory`: engines read `weights/step_N`. `collective`: the trainer sends each version from its memory over
     torch.distributed (gloo, or NCCL between GPUs), before the directory is written; rank 0 holds it in memory until
     it is sent or the next version is there. An engine that cannot take it reads the directory."""
 
+
+class DirectoryWeights(WeightsConfig):
+    """Weights in files."""
+
+    transport: Literal["directory"] = "directory"
+
+
+class CollectiveWeights(WeightsConfig):
+    """Weights by messages."""
+
+    transport: Literal["collective"] = "collective"
+
     host: str = Field(default="127.0.0.1", min_length=1)
-    """With `collective`: address of the machine of the trainer's rank 0, at which engines reach it."""
+    """Address of the machine of the trainer's rank 0, at which engines reach it."""
 
     stall_timeout_s: float = Field(default=60.0, gt=0)
-    """With `collective`: give a transfer up after so long without bytes."""
+    """Give a transfer up after so long without bytes."""
+
+
+AnyWeights = Annotated[DirectoryWeights | CollectiveWeights, ByType("directory", key="transport")]
 
 
 ATTENDED_TOKENS = 4
@@ -169,7 +188,7 @@ class TrainerConfig(TrainingCommand):
 
     program = "rl"
 
-    optim: PolicyOptimConfig = Field(default_factory=PolicyOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
+    optim: PolicyOptimConfig = Field(default_factory=PolicyOptimConfig)
     """Optimizer and learning-rate schedule of the policy."""
 
     loss: AnyPolicyLoss = Field(default_factory=DapoLoss)
@@ -231,7 +250,7 @@ class TrainerConfig(TrainingCommand):
     journal: Annotated[JournalConfig, Mark.FREE] = Field(default_factory=JournalConfig)
     """Batches that stay after they are trained."""
 
-    weights: Annotated[WeightsConfig, Mark.FREE] = Field(default_factory=WeightsConfig)
+    weights: Annotated[AnyWeights, Mark.FREE] = Field(default_factory=DirectoryWeights)
     """How new weights reach the engines."""
 
     row_tokens: Annotated[int, Picked(2)] = Field(default=4096, ge=2)
@@ -306,7 +325,7 @@ class TrainerConfig(TrainingCommand):
 
     @model_validator(mode="after")
     def _sends_whole_models(self) -> Self:
-        if self.weights.transport == "collective" and self.model.lora is not None:
+        if isinstance(self.weights, CollectiveWeights) and self.model.lora is not None:
             raise ValueError(
                 "weights.transport = 'collective' sends whole models, and model.lora gives engines a small adapter: "
                 "leave one of them out"

@@ -17,7 +17,7 @@ from holdfast.config.inference import InferenceConfig
 from holdfast.config.picked import PICKABLE, open_settings, set_values, shown
 from holdfast.config.resolved import choose_for_engine, choose_for_training
 from holdfast.config.rl import RlConfig
-from holdfast.config.rl_trainer import TrainerConfig
+from holdfast.config.rl_trainer import CollectiveWeights, TrainerConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, process_name
@@ -148,7 +148,7 @@ def place_rl(config: RlConfig, machine: Machine, *, starts_inference: bool) -> P
     begins = range(len(gpus) - of_engines, len(gpus), size)
     engines = tuple(gpus[begin : begin + size] for begin in begins)
     weights = config.weights or config.trainer.weights
-    if of_trainer and weights.transport == "collective" and any(gpus[0] in engine for engine in engines):
+    if of_trainer and isinstance(weights, CollectiveWeights) and any(gpus[0] in engine for engine in engines):
         raise ConfigError(
             "weights.transport = 'collective' sends from the trainer's first GPU by NCCL, which takes a GPU only once, "
             "and an engine is on that GPU, too: leave weights.transport out"

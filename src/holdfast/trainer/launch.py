@@ -33,6 +33,7 @@ from typing import Any
 from holdfast.config import PROGRAMS, TrainerConfig, program_config
 from holdfast.config.load import read_toml
 from holdfast.config.preference import DpoConfig
+from holdfast.config.rl_trainer import CollectiveWeights
 from holdfast.config.training import ParallelConfig, TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError, RankLost, is_storage_failure
 from holdfast.process.child import (
@@ -251,7 +252,8 @@ def _stay_on_this_machine(config: TrainingCommand) -> None:
             return _ONE_NODE
 
     rendezvous_handler_registry.register(_ONE_NODE, OnLoopback)
-    if not (isinstance(config, TrainerConfig) and config.weights.transport == "collective"):  # engines may be elsewhere
+    if not (isinstance(config, TrainerConfig) and isinstance(config.weights, CollectiveWeights)):
+        # No engine elsewhere gets weights from this trainer.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 

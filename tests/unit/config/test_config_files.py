@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig
+from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig, TrainerConfig
 from holdfast.config.base import CkptConfig, Command
 from holdfast.config.load import parse_command_line, read_toml, to_toml
+from holdfast.config.policy_losses import GrpoLoss
 from holdfast.config.resolved import fingerprint
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.view import ProfiledSteps
@@ -331,3 +332,40 @@ def test_rl_hands_it_to_its_trainer() -> None:
     assert hand_down_shared(given).trainer.profile == "3:5"
     of_trainer = hand_down_shared(RlConfig.model_validate({"trainer": {"profile": "2:2"}}))
     assert of_trainer.trainer.profile == of_trainer.profile == "2:2"
+
+
+OF_POLICY_GRADIENT = "[loss]\ntype = 'policy_gradient'\nratio_max = 3\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "said"),
+    [
+        ("", "--loss.ratio-max 3", "flag --loss.ratio-max has no effect with loss.type = 'dapo' (the default): it "
+         "belongs to 'dppo', 'policy_gradient'. Leave it out, or set loss.type to one of these"),
+        (OF_POLICY_GRADIENT, "--loss.type gspo", "trainer.toml: 'loss.ratio_max' has no effect with loss.type = 'gspo' "
+         "(flag --loss.type): it belongs to"),
+        (OF_POLICY_GRADIENT, "--loss.clip-high 1", "flag --loss.clip-high has no effect with loss.type = "
+         "'policy_gradient' (trainer.toml): it belongs to 'grpo', "),
+        ("", "--loss.type cipso", "flag --loss.type there is no 'cipso'. Did you mean 'cispo'? Allowed: grpo, "),
+        ("", "--loss 3", "flag --loss is a section: give its settings, as in --loss.NAME VALUE or [loss]"),
+        ("[loss]\nclip_lo = 1\n", "", "trainer.toml: unknown key 'loss.clip_lo'. Did you mean 'clip_low'?"),
+        ("[weights]\nhost = 'h'\n", "", "trainer.toml: 'weights.host' has no effect with weights.transport = "
+         "'directory' (the default): it belongs to 'collective'. Leave it out, or set weights.transport to "
+         "'collective'"),
+        ("", "--loss.correction.high 0.5 --loss.correction.type mask", "flag --loss.correction.high should be greater"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_type_is_refused_with_the_types_that_have_it(
+    file: str, flags: str, said: str, in_tmp_path: Path
+) -> None:
+    (in_tmp_path / "trainer.toml").write_text(file)
+    with pytest.raises(ConfigError) as refused:
+        parse_command_line(TrainerConfig, ["@", "trainer.toml", *flags.split()])
+    assert said in str(refused.value)
+
+
+def test_a_type_by_a_flag_takes_the_settings_that_a_file_gives_it(in_tmp_path: Path) -> None:
+    (in_tmp_path / "trainer.toml").write_text("[loss]\nclip_high = 0.5\nratio_to = 'old'\n")
+    config = parse_command_line(TrainerConfig, ["@", "trainer.toml", "--loss.type", "grpo", "--loss.clip-low", "0.1"])
+    assert isinstance(config.loss, GrpoLoss) and config.loss.clip_range == (0.9, 1.5)
+    assert config.loss.ratio_to == "old" and config.loss.aggregation == "sequence"

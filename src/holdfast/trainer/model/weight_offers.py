@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.config.rl_trainer import WeightsConfig
+from holdfast.config.rl_trainer import CollectiveWeights
 from holdfast.errors import ConfigError
 from holdfast.protocol import transfer
 from holdfast.protocol.transfer import Offer, PlannedFile, TransferPlan
@@ -55,7 +55,7 @@ class WeightOffers:
         ConfigError: this machine cannot listen at `config.host`.
     """
 
-    def __init__(self, run_dir: RunDir, config: WeightsConfig, device: torch.device) -> None:
+    def __init__(self, run_dir: RunDir, config: CollectiveWeights, device: torch.device) -> None:
         self._config, self._device = config, device
         # For groups of NCCL from now on: a lost engine is an error of `wait`. Else torch ends the whole process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -119,7 +119,7 @@ class _Sending:
         self,
         plan: TransferPlan,
         files: list[SafetensorsFile],
-        config: WeightsConfig,
+        config: CollectiveWeights,
         device: torch.device,
         stream: torch.cuda.Stream | None,
     ) -> None:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from holdfast.config import TrainerConfig
-from holdfast.config.rl_trainer import JournalConfig
+from holdfast.config.rl_trainer import CollectiveWeights, JournalConfig
 from holdfast.errors import WaitedInVain
 from holdfast.process.events import report
 from holdfast.process.heartbeat import does
@@ -57,8 +57,8 @@ def run(config: TrainerConfig) -> None:
             learner = Learner(config, session, components, pretraining)  # before anything is published: it may refuse
             last_probed = _last_probed(session, config)
             session.run_dir.offer.unlink(missing_ok=True)  # of an attempt that was killed
-            is_sending = mesh.is_main and config.weights.transport == "collective"
-            with WeightOffers(session.run_dir, config.weights, mesh.device) if is_sending else nullcontext() as offers:
+            weights = config.weights if mesh.is_main and isinstance(config.weights, CollectiveWeights) else None
+            with WeightOffers(session.run_dir, weights, mesh.device) if weights else nullcontext() as offers:
 
                 def publish(version: int) -> None:
                     goes_on = version < config.max_steps

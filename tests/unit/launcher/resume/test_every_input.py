@@ -90,7 +90,8 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "OwnLoss.args",
-            "PreferenceLossConfig.type", "_AnyCorrection.type", "SftDataConfig.split", "TrainedModelConfig.attention",
+            "PreferenceLossConfig.type", "WeightsConfig.transport", "_AnyCorrection.type",
+            "SftDataConfig.split", "TrainedModelConfig.attention",
         ),
         _ITSELF,
     ),
@@ -104,7 +105,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
             "ServerConfig.admin_token_env", "ServerConfig.host", "ServerConfig.model_name", "SlurmConfig.account",
             "SlurmConfig.extra", "SlurmConfig.job_name", "SlurmConfig.partition", "SlurmConfig.setup",
             "SlurmConfig.time", "TrackingConfig.backends", "TrackingConfig.name", "TrackingConfig.project",
-            "TrackingConfig.tags", "TrainerConfig.picked", "TrainingCommand.profile", "WeightsConfig.host",
+            "TrackingConfig.tags", "TrainerConfig.picked", "TrainingCommand.profile", "CollectiveWeights.host",
         ),
         _NOTHING,
     ),

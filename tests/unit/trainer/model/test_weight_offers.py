@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.config.rl_trainer import WeightsConfig
+from holdfast.config.rl_trainer import CollectiveWeights
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.inference import transfer as receiving
@@ -47,7 +47,7 @@ ARCHITECTURE = Architecture(shapes=dict.fromkeys(NAMES, (4, 3)), tied=False)
 @pytest.fixture
 def offers(tmp_path: Path) -> Iterator[WeightOffers]:
     (tmp_path / "weights").mkdir()
-    with WeightOffers(RunDir(tmp_path), WeightsConfig(stall_timeout_s=HANG_S), CPU) as offers:
+    with WeightOffers(RunDir(tmp_path), CollectiveWeights(stall_timeout_s=HANG_S), CPU) as offers:
         yield offers
     assert not RunDir(tmp_path).offer.exists()
     assert "weight offer" not in {thread.name for thread in threading.enumerate()}, "it would abort the process"
@@ -268,10 +268,10 @@ def test_members_meet_before_they_connect_by_nccl_and_a_lost_one_is_an_error(
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     for host in ("192.0.2.1", "no.such.host.invalid"):
         with pytest.raises(ConfigError, match=rf"weights\.host = '{host}': this machine cannot listen there \("):
-            WeightOffers(RunDir(tmp_path), WeightsConfig(host=host), CPU)
+            WeightOffers(RunDir(tmp_path), CollectiveWeights(host=host), CPU)
     for host in ("0.0.0.0", "::"):
         with pytest.raises(ConfigError, match=rf"weights\.host = '{host}': no engine can connect to that"):
-            WeightOffers(RunDir(tmp_path), WeightsConfig(host=host), CPU)
+            WeightOffers(RunDir(tmp_path), CollectiveWeights(host=host), CPU)
 
 
 def test_other_bytes_than_the_digest_says_are_an_error(offers: WeightOffers, tmp_path: Path) -> None:
