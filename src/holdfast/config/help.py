@@ -128,7 +128,7 @@ def _screen(command: str, summary: str, sections: dict[str, dict[str, Any]], wid
         break_on_hyphens=False,
     )
     lines += ["", f"`{command} --help SECTION` shows a section, `{command} --help-all` every setting."]
-    lines.append(f"A setting may be a variable, too: {variable_of(first(command)['settings'][-1])} (a flag wins).")
+    lines.append(f"A setting may be a variable, too: {variable_of(first(command)['settings'][0])} (a flag wins).")
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
