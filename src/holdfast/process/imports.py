@@ -222,3 +222,26 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
 def is_checkout(package: Path = Path(__file__).parents[1]) -> bool:
     """Return whether `package`, by default ours, is in a checkout, where commands begin with `uv run`."""
     return (package.parents[1] / "pyproject.toml").is_file()
+
+
+class _Without:
+    """A finder of modules that does not find one package."""
+
+    def __init__(self, finder: Any, package: str) -> None:
+        self._finder, self._package = finder, package
+
+    def find_spec(self, name: str, *arguments: Any) -> Any:
+        return None if name == self._package else self._finder.find_spec(name, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+
+def hide_package(package: str) -> None:
+    """Make this process behave as if `package` were not installed, unless the process has imported the package.
+
+    An entry `sys.modules[package] = None` would forbid the import, too. But libraries take any entry for an imported
+    module, import the package, and fail.
+    """
+    if package not in sys.modules:
+        sys.meta_path[:] = [_Without(finder, package) for finder in sys.meta_path]

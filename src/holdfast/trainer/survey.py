@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-if __name__ == "__main__" and "torch" not in sys.modules:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers and datasets start sooner without torch
+from holdfast.process.imports import hide_package
+
+if __name__ == "__main__":
+    hide_package("torch")  # transformers and datasets start sooner without torch
 
 from transformers import PreTrainedTokenizerBase
 

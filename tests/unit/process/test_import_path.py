@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -67,3 +68,21 @@ def test_the_collector_rests_during_imports_and_leaves_what_they_made_alone() ->
         assert gc.isenabled(), "though an import failed"
     finally:
         gc.unfreeze()
+
+
+def test_a_hidden_package_seems_not_to_be_installed() -> None:
+    code = (
+        "import importlib.util, sys\n"
+        "from holdfast.process.imports import hide_package\n"
+        "hide_package('torch')\n"
+        "hide_package('os')\n"
+        "import datasets, transformers\n"
+        "assert 'torch' not in sys.modules and importlib.util.find_spec('torch') is None\n"
+        "assert not transformers.is_torch_available()\n"
+        "for name in ('torch', 'torch.nn'):\n"
+        "    try:\n        importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error:\n        assert error.name == 'torch'\n"
+        "    else:\n        raise AssertionError(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
