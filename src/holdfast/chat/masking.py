@@ -15,11 +15,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from holdfast.chat.messages import (
-    check_calls_written,
     check_messages,
     common_length,
     find_unread,
-    function_of,
     holds,
     roles_left_out,
     squeezed,
@@ -28,6 +26,7 @@ from holdfast.chat.messages import (
 )
 from holdfast.chat.template import ChatTemplate
 from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chat.written import USE_TOOLS, check_calls_written, is_tools_written
 from holdfast.errors import DataError
 
 TrainOn = Literal["all", "last"]
@@ -283,19 +282,32 @@ class _Rendering:
                 + (" (thoughts, it seems)" if thoughts_of(message) or "</think>" in "".join(texts_of(message)) else "")
                 + f", so it would not be trained. {self._remedy(number)}"
             )
-        if message.get("content") is None and "None" in kept and "None" not in str(message.get("tool_calls")):
-            raise DataError(f"{_nth(number)}: the chat template writes None for its null content: make that empty text")
 
     def _refuse_ignored(self) -> None:
         """Refuse a chat with tools or calls that the template does not write."""
-        for tool in self._chat.tools or []:
-            name = function_of(tool).get("name")
-            if "tools" not in self._template.variables or (isinstance(name, str) and name not in self.text):
-                raise DataError(
-                    f"the row has `tools`, which the chat template of '{self._tokenizer.name}' does not write. Remove "
-                    "the column, or use a template with tools."
-                )
-        check_calls_written(self._messages, self.text, name=self._tokenizer.name)
+        chat, template, adapt = self._chat, self._template, self._tokenizer.forms(self._chat.tools).adapt
+        if chat.tools and not self._is_tools_written(chat.tools):
+            raise DataError(
+                f"the row has `tools`, which the chat template of '{self._tokenizer.name}' does not write. Remove the "
+                f"column. Or: {USE_TOOLS}"
+            )
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            return template.render(adapt(map(dict, messages)), **self._given)
+
+        check_calls_written(self._messages, render, self.text, name=self._tokenizer.name)
+
+    def _is_tools_written(self, tools: list[Any]) -> bool:
+        """Whether the template writes the names of the tools, which it does for all tools of one shape or for none."""
+        shape = (self._messages[0]["role"], *(tuple(tool) for tool in tools))
+        known = self._template.writes_tools
+        if shape not in known:
+            known[shape] = is_tools_written(
+                tools,
+                lambda changed: self._template.render(self._messages, tools=changed, options=self._chat.options),
+                self.text,
+            )
+        return known[shape]
 
     def remarks(self, mask: Sequence[bool]) -> tuple[str, ...]:
         """Return what the messages hold and the template does not write, in words, and if a turn has no end."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,13 +15,12 @@ import msgspec
 from holdfast.errors import DataError
 
 if TYPE_CHECKING:
-    from holdfast.chat.template import ChatMessage, ChatTemplate
+    from holdfast.chat.template import ChatMessage
 
 # Keys under which datasets keep the assistant's thoughts before it spoke.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Keys of a message of an environment beside `role` and `content`.
 MORE_KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
-_WORD = "holdfastprobe"
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -49,7 +47,9 @@ def _checked(value: object, number: int) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise DataError(f"message {number}: a message needs `role` and `content`, got {_shown(value)}")
     message = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
-    content = message.get("content")
+    if "function_call" in message or message["role"] == "function_call":
+        message = _without_legacy_call(message, number)
+    content = message.setdefault("content", None)
     speaks = message["role"] == "assistant" and any(message.get(key) for key in ("tool_calls", *THOUGHTS))
     if content is None and not speaks:
         raise DataError(
@@ -75,7 +75,52 @@ def _checked_calls(value: object, number: int) -> list[Any]:
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(function_of(call).get("name"), str):
             raise DataError(f"message {number}: a tool call needs a function with a `name`, got {_shown(call)}")
-    return [{key: entry for key, entry in call.items() if entry is not None} for call in calls]
+    return [_checked_call(call, number) for call in calls]
+
+
+def _checked_call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a tool call as `{"type": "function", "function": {"name": ..., "arguments": ...}}`, with its other keys.
+    Arguments that are absent, null or blank are no arguments: `{}`."""
+    function = {key: entry for key, entry in function_of(call).items() if entry is not None}
+    outer = {key: entry for key, entry in call.items() if entry is not None} if "function" in call else {}
+    if not outer:
+        outer = {"type": "function", **{key: function.pop(key) for key in ("id", "type", "index") if key in function}}
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        function["arguments"] = {}
+    elif isinstance(arguments, str):
+        parse_object(arguments, f"message {number}: the arguments of a tool call")
+    elif not isinstance(arguments, Mapping):
+        raise DataError(
+            f"message {number}: the arguments of a tool call must be a JSON object, got {_shown(arguments)}"
+        )
+    return {**outer, "function": function}
+
+
+def _without_legacy_call(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a message with OpenAI's older `function_call`, or of the role `function_call`, as one with
+    `tool_calls`."""
+    if message["role"] == "function_call":
+        calls, rest = called(message.get("content"), number), {"content": None}
+    else:
+        call = message["function_call"]
+        calls = [parse_json(call, f"message {number}: `function_call`") if isinstance(call, str) else call]
+        rest = {key: entry for key, entry in message.items() if key != "function_call"}
+    if message.get("tool_calls") or message["role"] not in ("assistant", "function_call"):
+        raise DataError(
+            f"message {number}: `function_call` belongs to a message of the role `assistant` without `tool_calls`"
+        )
+    calls = [call if isinstance(call, Mapping) and "function" in call else {"function": call} for call in calls]
+    return {**rest, "role": "assistant", "tool_calls": [{"type": "function", **call} for call in calls]}
+
+
+def called(value: object, number: int) -> list[Any]:
+    """Return the calls of a message whose content is a call, or a list of calls. Raise DataError if it is not JSON."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"message {number}: the value of a function_call is not JSON: {error}") from None
+    return calls if isinstance(calls, list) else [calls]
 
 
 def check_tools(value: object) -> list[Any] | None:
@@ -100,6 +145,28 @@ def parse_json(text: str, where: str) -> Any:
         raise DataError(f"{where} is not JSON ({error}): {text[:80]!r}") from None
 
 
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """Return the JSON object that `text` says. Raise DataError if it is something else, or has a key twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} must be a JSON object ({error}), got {_shown(text)}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{where} must be a JSON object, got {_shown(text)}")
+    return value
+
+
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the function of a tool or of a tool call, which some write without the `function` around it."""
     function = call.get("function", call)
@@ -117,67 +184,6 @@ def texts_of(message: ChatMessage) -> list[str]:
 def thoughts_of(message: ChatMessage) -> list[str]:
     """Return what the assistant thought, where a message keeps that apart."""
     return [value for key in THOUGHTS if isinstance(value := message.get(key), str)]
-
-
-@dataclass(frozen=True)
-class Forms:
-    """Which forms of a message a template reads.
-
-    Attributes:
-        parts: a content of text parts; else only text.
-        objects, texts: arguments of tool calls as JSON objects, as JSON text.
-    """
-
-    parts: bool
-    objects: bool
-    texts: bool
-
-    def adapt(self, messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages in a form that the template reads. Raise DataError if the arguments of a tool call are
-        not JSON."""
-        return [self._adapted(message) for message in messages]
-
-    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(message.get("content"), list) and not self.parts:
-            message = {**message, "content": "".join(texts_of(message))}
-        if self.objects != self.texts and "tool_calls" in message:
-            message = {**message, "tool_calls": [self._adapted_call(call) for call in message["tool_calls"]]}
-        return message
-
-    def _adapted_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        arguments = function_of(call).get("arguments")
-        if isinstance(arguments, str) and self.objects:
-            arguments = parse_json(arguments, "the arguments of a tool call") if arguments.strip() else {}
-        elif isinstance(arguments, Mapping) and self.texts:
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        else:
-            return call
-        if "function" in call:
-            return {**call, "function": {**call["function"], "arguments": arguments}}
-        return {**call, "arguments": arguments}
-
-
-def forms_of(template: ChatTemplate) -> Forms:
-    """Find out which forms `template` reads, by rendering probes."""
-
-    def rendered(last: dict[str, Any]) -> str:
-        try:
-            return template.render([{"role": "user", "content": "."}, last])
-        except DataError:
-            return ""
-
-    def call(arguments: object) -> str:
-        function = {"name": "probe", "arguments": arguments}
-        calls = [{"id": "holdfast0", "type": "function", "function": function}]
-        return rendered({"role": "assistant", "content": "", "tool_calls": calls})
-
-    parts = rendered({"role": "assistant", "content": [{"type": "text", "text": _WORD}]})
-    objects, texts = call({_WORD: "x"}), call(json.dumps({_WORD: "x"}))
-    return Forms(
-        parts=_WORD in parts and "'text'" not in parts and '"text"' not in parts,
-        objects=_WORD in objects and f"{{'{_WORD}'" not in objects,
-        texts=f'{{"{_WORD}": "x"}}' in texts,
-    )
 
 
 def common_length(left: str, right: str) -> int:
@@ -215,18 +221,6 @@ def roles_left_out(messages: Iterable[ChatMessage], text: str) -> list[str]:
             if message["role"] != "assistant" and not holds(text, texts_of(message))
         }
     )
-
-
-def check_calls_written(messages: Iterable[ChatMessage], text: str, *, name: str) -> None:
-    """Check that the tool calls of all messages are in the text that the template of tokenizer `name` made of them.
-    Raise DataError if one does not."""
-    for number, message in enumerate(messages, start=1):
-        for call in message.get("tool_calls") or []:
-            if function_of(call).get("name", "") not in text:
-                raise DataError(
-                    f"message {number} has `tool_calls`, which the chat template of '{name}' does not write. Use a "
-                    "template with tools."
-                )
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -47,6 +47,7 @@ class ChatTemplate:
     Attributes:
         source: its text.
         variables: what it reads from outside, such as `tools` or `enable_thinking`.
+        writes_tools: whether it writes tools, by their shape, as far as that is known.
     """
 
     def __init__(self, source: str, *, name: str, special: Mapping[str, str]) -> None:
@@ -59,6 +60,7 @@ class ChatTemplate:
         Raise DataError if the template is not valid.
         """
         self.source = source
+        self.writes_tools: dict[Hashable, bool] = {}
         self._name = name
         self._special = dict(special)
         environment = _environment(name)

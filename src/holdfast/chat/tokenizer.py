@@ -12,17 +12,10 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
-from holdfast.chat.messages import (
-    Forms,
-    Message,
-    as_dict,
-    check_calls_written,
-    forms_of,
-    roles_left_out,
-    squeezed,
-    texts_of,
-)
+from holdfast.chat.forms import Forms, forms_of
+from holdfast.chat.messages import Message, as_dict, roles_left_out, squeezed, texts_of
 from holdfast.chat.template import ChatMessage, ChatTemplate
+from holdfast.chat.written import check_calls_written
 from holdfast.errors import ConfigError, DataError
 
 _log = logging.getLogger("holdfast")
@@ -197,7 +190,11 @@ class Tokenizer:
         """
         text = self.render(messages, open_turn=True, tools=tools, options=options)
         chat = [as_dict(message) for message in messages]
-        check_calls_written(chat, text, name=self.name)
+
+        def render(changed: Sequence[ChatMessage]) -> str:
+            return self.render(changed, open_turn=True, tools=tools, options=options)
+
+        check_calls_written(chat, render, text, name=self.name)
         for role in roles_left_out(chat, text):
             _warn_of_what_is_left_out(self.name, role)
         return self.encode(text)
@@ -267,7 +264,11 @@ class Tokenizer:
                 "cannot continue a chat with it: use append_text, or another template"
             )
         chat = [as_dict(message) for message in messages]
-        check_calls_written(chat, text, name=self.name)
+
+        def render(changed: Sequence[ChatMessage]) -> str:
+            return self.around_assistant(changed, tools=tools).after
+
+        check_calls_written(chat, render, text, name=self.name)
         if left_out := roles_left_out(chat, text):
             raise DataError(
                 f"the chat template of '{self.name}' leaves out what messages of role `{left_out[0]}` say behind an "

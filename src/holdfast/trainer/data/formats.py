@@ -5,14 +5,13 @@ docs/data.md describes them for users. To add one: its function here, and its li
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.chat.masking import Chat, Encoded, TrainOn, encode_chat, encode_completion, encode_text, options_of
-from holdfast.chat.messages import check_tools, common_length, squeezed
+from holdfast.chat.messages import called, check_tools, common_length, squeezed
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
@@ -164,16 +163,9 @@ def _share_gpt_message(turn: object, number: int) -> dict[str, Any]:
         raise DataError(f"message {number}: `from` is {said_by!r}; known are {', '.join(_ROLES)}")
     rest = {key: entry for key, entry in turn.items() if key not in ("from", "value")}
     if said_by == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _called(value, number), **rest}
+        calls = [{"type": "function", "function": call} for call in called(value, number)]
+        return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
     return {"role": _ROLES[said_by], "content": value, **rest}
-
-
-def _called(value: object, number: int) -> list[dict[str, Any]]:
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(f"message {number}: the value of a function_call is not JSON: {error}") from None
-    return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _with_system(row: Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

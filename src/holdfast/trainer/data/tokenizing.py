@@ -39,7 +39,8 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from holdfast.chat import masking, messages, template
+from holdfast.chat import forms as chat_forms
+from holdfast.chat import masking, messages, template, written
 from holdfast.chat import tokenizer as chat_tokenizer
 from holdfast.chat.masking import Encoded
 from holdfast.chat.template import template_date
@@ -369,7 +370,10 @@ _CACHE_ENV = "HOLDFAST_CACHE"
 _SAMPLES, _ABOUT = "samples.arrow", "about.json"
 _BLOCK_BYTES = 1 << 24
 # The modules that make tokens of rows. Their code is part of the name: a mended template must not leave old tokens.
-_CODE = (masking, messages, template, chat_tokenizer, row_files, row_formats, sys.modules[__name__])
+_CODE = (
+    *(masking, messages, template, written, chat_forms, chat_tokenizer, row_files, row_formats),
+    sys.modules[__name__],
+)
 _LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
 _TIME_OF_DAY = re.compile(r"%[-_0^#EO]*[HIklMSfspPXcTRr+]")
 """Directives of strftime that write another text within a day. If other text looks so, runs share no cache."""

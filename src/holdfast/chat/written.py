@@ -1,0 +1,132 @@
+"""What a chat template writes of messages, found by rendering them with values changed.
+
+A value is written if its change changes the text. Searching the text for the value would find letters that stand there
+for another reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.chat.messages import function_of, parse_object
+from holdfast.errors import DataError, printable
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+_MOST_SHOWN = 60
+
+
+class _Marks:
+    """Puts a mark in the place of each value that it meets, or of a single value.
+
+    Attributes:
+        met: the values in order: the number of the message, and the value in words.
+    """
+
+    def __init__(self, only: int | None = None) -> None:
+        self._only = only
+        self.met: list[tuple[int, str]] = []
+
+    @staticmethod
+    def mark(place: int) -> str:
+        """Return the mark of the value at a place of `met`: letters that no format escapes."""
+        return f"holdfast{place}mark"
+
+    def put(self, value: Any, what: str, number: int) -> Any:
+        place = len(self.met)
+        self.met.append((number, what))
+        return self.mark(place) if self._only in (None, place) else value
+
+    def put_into(self, value: Any, what: str, number: int) -> Any:
+        """Mark all keys and values within `value`."""
+        if isinstance(value, Mapping) and value:
+            return {
+                self.put(key, f"the key {key!r} in {what}", number): self.put_into(one, f"{key!r} in {what}", number)
+                for key, one in value.items()
+            }
+        if isinstance(value, list) and value:
+            return [self.put_into(one, what, number) for one in value]
+        return self.put(value, what, number)
+
+    def calls(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Mark the name and the arguments of all tool calls."""
+        return [
+            {**message, "tool_calls": [self._call(call, number) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else dict(message)
+            for number, message in enumerate(messages, start=1)
+        ]
+
+    def _call(self, call: Mapping[str, Any], number: int) -> dict[str, Any]:
+        function = dict(function_of(call))
+        name, arguments = function.get("name"), function.get("arguments")
+        function["name"] = self.put(name, "the name", number)
+        if isinstance(arguments, str) and arguments.strip():
+            arguments = parse_object(arguments, f"message {number}: the arguments of a tool call")
+        if arguments and isinstance(arguments, Mapping):
+            function["arguments"] = self.put_into(arguments, "the arguments", number)
+        return {**call, "function": function} if "function" in call else {**call, **function}
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Mark the names of all tools."""
+        marked = []
+        for number, tool in enumerate(tools, start=1):
+            function = dict(function_of(tool))
+            function["name"] = self.put(function.get("name"), "the name", number)
+            marked.append({**tool, "function": function} if "function" in tool else {**tool, **function})
+        return marked
+
+
+def _unwritten(change: Callable[[_Marks], Any], render: Callable[[Any], str], text: str) -> tuple[int, str] | None:
+    """Return the first value whose change does not change `text`; None if there is none.
+
+    Args:
+        change: puts marks.
+        render: makes a text of what `change` returns.
+    """
+    marks = _Marks()
+    try:
+        changed = render(change(marks))
+    except DataError:
+        changed = ""
+    for place, met in enumerate(marks.met):
+        if marks.mark(place) in changed:
+            continue
+        try:
+            if render(change(_Marks(place))) == text:
+                return met
+        except DataError:
+            continue  # the template reads it, or it would not refuse the change
+    return None
+
+
+def check_calls_written(messages: Sequence[Mapping[str, Any]], render: Render, text: str, *, name: str) -> None:
+    """Check that the names and all arguments of the tool calls are in a text.
+
+    Args:
+        render: makes the text of messages.
+        text: of these messages.
+        name: of the tokenizer, for messages.
+
+    Raises:
+        DataError: a value of a call can change and the text does not.
+    """
+    if not any(message.get("tool_calls") for message in messages):
+        return
+    if (found := _unwritten(lambda marks: marks.calls(messages), render, text)) is not None:
+        number, what = found
+        raise DataError(
+            f"message {number} has `tool_calls`, which the chat template of '{name}' does not write whole: it leaves "
+            f"out {printable(what, most=_MOST_SHOWN)} of a call. {USE_TOOLS}"
+        )
+
+
+def is_tools_written(tools: Sequence[Any], render: Callable[[Any], str], text: str) -> bool:
+    """Whether the names of all tools are in the `text` that `render` makes of `tools`."""
+    return _unwritten(lambda marks: marks.tools(tools), render, text) is None
+
+
+USE_TOOLS = (
+    "Use a template with tools: copy the tokenizer's files to a directory, put another chat_template.jinja there, and "
+    "set model.tokenizer to that directory."
+)
