@@ -183,10 +183,8 @@ def refuse_output_dir(program: str, argv: Sequence[str], subcommands: Sequence[s
         return
     command = program
     if subcommands:
-        subcommand = next((word for word in others if word in subcommands), None)
-        if subcommand is not None:
-            others.remove(subcommand)
-        command += f" {subcommand or subcommands[0]}"
+        at = next((place for place, word in enumerate(others) if word in subcommands), None)
+        command += f" {subcommands[0] if at is None else others.pop(at)}"
     raise ConfigError(
         f"{program} takes the run as its first argument, not by --output-dir, which names the directory of a new run. "
         f"The command is:\n  {command_line(command, Path(run or 'DIRECTORY'), others)}"
