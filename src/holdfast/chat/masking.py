@@ -9,16 +9,18 @@ reason. It ends with the token by which the template ends the turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from holdfast.chat.messages import (
+    WEIGHTS,
     check_messages,
     common_length,
-    find_unread,
+    function_of,
     holds,
+    is_trained,
     roles_left_out,
     squeezed,
     texts_of,
@@ -26,11 +28,14 @@ from holdfast.chat.messages import (
 )
 from holdfast.chat.template import ChatTemplate
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chat.written import USE_TOOLS, check_calls_written, is_tools_written
+from holdfast.chat.written import USE_TOOLS, check_calls_written, is_tools_written, is_value_written
 from holdfast.errors import DataError
 
 TrainOn = Literal["all", "last"]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_READ = frozenset({"role", "content", "tool_calls", *WEIGHTS})
+_OF_CALLS, _OF_TOOLS = ("function", "name", "arguments"), ("name", "parameters", "type")
+_NOTHING = ("", [], {})
 _EMPTY = "an answer that is trained is empty, so that the model learns to end at once"
 _MOST_OF_NOTHING = 32
 """Tokens of an empty turn: its end, white space, and empty thoughts."""
@@ -122,13 +127,31 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
         raise DataError(
             f"there is no assistant message to train on: the roles are {roles}. Give answers the role `assistant`."
         )
-    messages = tokenizer.forms(chat.tools).adapt(messages[: turns[-1] + 1])
-    rendering = _Rendering(chat, messages, tokenizer, template)
+    trained = _chosen(messages, turns)
+    last = (trained or turns)[-1] + 1
+    rendering = _Rendering(chat, tokenizer.forms(chat.tools).adapt(messages[:last]), tokenizer, template)
     mask = [False] * len(rendering.ids)
-    for number in turns if train_on == "all" else turns[-1:]:
+    for number in trained if train_on == "all" else trained[-1:]:
         start, end = rendering.turn(number)
         mask[start:end] = [True] * (end - start)
     return Encoded(rendering.ids, mask, rendering.remarks(mask))
+
+
+def _chosen(messages: Sequence[Mapping[str, Any]], turns: list[int]) -> list[int]:
+    """Return the turns that the messages themselves do not except from training. Raise DataError if a message that is
+    not one of the turns asks to be trained."""
+    excepted = set[int]()
+    for number, message in enumerate(messages):
+        wanted = is_trained(message, number + 1) if len(message) > 2 else None
+        if wanted is False:
+            excepted.add(number)
+        elif wanted and number not in turns:
+            key = next(key for key in WEIGHTS if message.get(key))
+            raise DataError(
+                f"{_nth(number)} has the role `{message['role']}` and `{key}`: {message[key]!r}, but only answers of "
+                "the assistant after the prompt are trained. Remove that key."
+            )
+    return [number for number in turns if number not in excepted]
 
 
 class _Rendering:
@@ -300,20 +323,102 @@ class _Rendering:
     def _is_tools_written(self, tools: list[Any]) -> bool:
         """Whether the template writes the names of the tools, which it does for all tools of one shape or for none."""
         shape = (self._messages[0]["role"], *(tuple(tool) for tool in tools))
-        known = self._template.writes_tools
-        if shape not in known:
-            known[shape] = is_tools_written(
-                tools,
-                lambda changed: self._template.render(self._messages, tools=changed, options=self._chat.options),
-                self.text,
-            )
-        return known[shape]
+        return self._known(shape, lambda: is_tools_written(tools, self._with_tools, self.text))
+
+    def _with_tools(self, tools: list[Any]) -> str:
+        return self._template.render(self._messages, tools=tools, options=self._chat.options)
+
+    def _known(self, kind: Hashable, find: Callable[[], bool]) -> bool:
+        """Return whether the template writes values of a kind, which is found out once."""
+        known = self._template.is_written
+        if kind not in known:
+            known[kind] = find()
+        return known[kind]
+
+    def _unread(self) -> list[str]:
+        """Return the keys of messages, tool calls, text parts and tools whose values are in no token, in words."""
+        found = dict[str, None]()
+        for number, message in enumerate(self._messages):
+            if len(message) > 2:
+                unread = [key for key in message if key not in _READ and not self._is_key_written(number, key)]
+                found |= dict.fromkeys(f"messages have `{key}`" for key in unread)
+                for key in self._unread_of_calls(number):
+                    found[f"tool calls have `{key}`"] = None
+        for message in self._chat.messages:
+            if len(parts := message.get("content") or "") and not isinstance(parts, str):
+                more = [key for part in parts for key in part if key not in ("type", "text")]
+                found |= dict.fromkeys(f"text parts have `{key}`" for key in more)
+        for key in self._unread_of_tools():
+            found[f"tools have `{key}`"] = None
+        return [f"{one}, which the chat template does not read" for one in found]
+
+    def _place(self, number: int) -> tuple[Hashable, ...]:
+        """Return what the effect of a key of message `number` may depend on."""
+        later = any(message["role"] == "user" for message in self._messages[number + 1 :])
+        is_last = number == len(self._messages) - 1
+        chat = self._chat
+        return self._messages[number]["role"], number == 0, is_last, later, bool(chat.tools), *sorted(chat.options)
+
+    def _is_value_written(
+        self, kind: tuple[Hashable, ...], number: int, value: Any, put: Callable[[Any], dict[str, Any]]
+    ) -> bool:
+        """Whether the template writes a value of message `number`; `put` returns that message with another value."""
+
+        def render(message: dict[str, Any]) -> str:
+            changed = [*self._messages[:number], message, *self._messages[number + 1 :]]
+            return self._template.render(changed, **self._given)
+
+        return self._known(
+            (*kind, type(value), *self._place(number)), lambda: is_value_written(value, put, render, self.text)
+        )
+
+    def _is_key_written(self, number: int, key: str) -> bool:
+        message = self._messages[number]
+        value = message[key]
+        return value in _NOTHING or self._is_value_written((key,), number, value, lambda other: {**message, key: other})
+
+    def _unread_of_calls(self, number: int) -> list[str]:
+        """Return the keys of tool calls, beside names and arguments, that the template does not write."""
+        message = self._messages[number]
+        found, calls = list[str](), message.get("tool_calls") or []
+
+        def put(at: int, level: str | None, key: str, other: Any) -> dict[str, Any]:
+            call = calls[at]
+            changed = {**call, key: other} if level is None else {**call, level: {**call[level], key: other}}
+            return {**message, "tool_calls": [*calls[:at], changed, *calls[at + 1 :]]}
+
+        for at, call in enumerate(calls):
+            for level, inner in ((None, call), ("function", function_of(call))):
+                for key, value in inner.items():
+                    if key in _OF_CALLS or value in ("function", *_NOTHING):
+                        continue
+                    if not self._is_value_written((level, key, at), number, value, partial(put, at, level, key)):
+                        found.append(key)
+        return found
+
+    def _unread_of_tools(self) -> list[str]:
+        """Return the keys of tools, beside names and parameters, that the template does not write."""
+        found, tools = list[str](), self._chat.tools or []
+
+        def put(at: int, key: str, other: Any) -> list[Any]:
+            tool = tools[at]
+            changed = {**function_of(tool), key: other}
+            return [*tools[:at], {**tool, "function": changed} if "function" in tool else changed, *tools[at + 1 :]]
+
+        for at, tool in enumerate(tools):
+            for key, value in function_of(tool).items():
+                if key in _OF_TOOLS or value in (None, *_NOTHING):
+                    continue
+                find = partial(is_value_written, value, partial(put, at, key), self._with_tools, self.text)
+                if not self._known(("tool", key, type(value), self._messages[0]["role"]), find):
+                    found.append(key)
+        return found
 
     def remarks(self, mask: Sequence[bool]) -> tuple[str, ...]:
         """Return what the messages hold and the template does not write, in words, and if a turn has no end."""
-        source = self._template.source
-        unread = find_unread(self._messages, lambda key: key in source)
-        found = [f"messages have `{key}`, which the chat template does not read" for key in unread]
+        found = self._unread()
+        if len(self._messages) < len(self._chat.messages):
+            found.append("messages after the last trained answer are left out")
         unknown = sorted({message["role"] for message in self._messages} - _ROLES)
         found += [
             f"messages have the role `{role}`, which is not one of {', '.join(sorted(_ROLES))}" for role in unknown

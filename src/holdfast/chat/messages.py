@@ -7,7 +7,7 @@ A key whose value is null counts as absent, except for `content`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Keys of a message of an environment beside `role` and `content`.
 MORE_KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
+
+
+# Keys by which datasets say whether a message is trained: OpenAI's, axolotl's, ms-swift's.
+WEIGHTS = ("weight", "loss_weight", "train", "trainable", "training", "loss")
+_DETAILS = ("train_detail", "training_detail")
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -123,6 +128,24 @@ def called(value: object, number: int) -> list[Any]:
     return calls if isinstance(calls, list) else [calls]
 
 
+def is_trained(message: ChatMessage, number: int) -> bool | None:
+    """Return what message `number` itself says of its training; None if it says nothing. Raise DataError if it asks for
+    something else than yes or no."""
+    said = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    for key in _DETAILS:
+        if message.get(key):
+            raise DataError(f"message {number}: `{key}` trains parts of a message, which is not supported. Remove it.")
+    for key, value in said.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise DataError(
+                f"message {number}: `{key}` must be 0 or 1, false or true, got {_shown(value)}. Other weights of the "
+                "loss are not supported."
+            )
+    if len({bool(value) for value in said.values()}) > 1:
+        raise DataError(f"message {number}: {' and '.join(f'`{key}`' for key in said)} contradict each other")
+    return next((bool(value) for value in said.values()), None)
+
+
 def check_tools(value: object) -> list[Any] | None:
     """Return the tools of a row: a list of JSON objects, each or all of which may be JSON text; None where unset. Raise
     DataError if they are something else."""
@@ -193,12 +216,6 @@ def common_length(left: str, right: str) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
     return low
-
-
-def find_unread(messages: Iterable[ChatMessage], is_read: Callable[[str], bool]) -> list[str]:
-    """Return the keys of messages that are set and of which `is_read` says no."""
-    keys = {key for message in messages for key, value in message.items() if value not in (None, "", [], {})}
-    return sorted(key for key in keys - {"role", "content"} if not is_read(key))
 
 
 def squeezed(text: str) -> str:

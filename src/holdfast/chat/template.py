@@ -47,7 +47,7 @@ class ChatTemplate:
     Attributes:
         source: its text.
         variables: what it reads from outside, such as `tools` or `enable_thinking`.
-        writes_tools: whether it writes tools, by their shape, as far as that is known.
+        is_written: whether it writes tools or a key of messages, by their kind, as far as that is known.
     """
 
     def __init__(self, source: str, *, name: str, special: Mapping[str, str]) -> None:
@@ -60,7 +60,7 @@ class ChatTemplate:
         Raise DataError if the template is not valid.
         """
         self.source = source
-        self.writes_tools: dict[Hashable, bool] = {}
+        self.is_written: dict[Hashable, bool] = {}
         self._name = name
         self._special = dict(special)
         environment = _environment(name)

@@ -121,6 +121,27 @@ def check_calls_written(messages: Sequence[Mapping[str, Any]], render: Render, t
         )
 
 
+def is_value_written(value: Any, put: Callable[[Any], Any], render: Callable[[Any], str], text: str) -> bool:
+    """Whether another value in the place of `value` changes the `text`.
+
+    Args:
+        put: returns what `render` takes, with a value in that place.
+    """
+    other: Any
+    if isinstance(value, bool):
+        other = not value
+    elif isinstance(value, int | float):
+        other = value + 1
+    elif isinstance(value, str):
+        other = value + _Marks.mark(0)
+    else:
+        other = _Marks().put_into(value, "", 0)
+    try:
+        return render(put(other)) != text
+    except DataError:
+        return True  # the template reads it, or it would not refuse the change
+
+
 def is_tools_written(tools: Sequence[Any], render: Callable[[Any], str], text: str) -> bool:
     """Whether the names of all tools are in the `text` that `render` makes of `tools`."""
     return _unwritten(lambda marks: marks.tools(tools), render, text) is None

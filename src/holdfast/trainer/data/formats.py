@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.chat.masking import Chat, Encoded, TrainOn, encode_chat, encode_completion, encode_text, options_of
-from holdfast.chat.messages import called, check_tools, common_length, squeezed
+from holdfast.chat.messages import called, check_tools, common_length, parse_json, squeezed
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
@@ -33,7 +33,7 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-_FOR_CHATS = ("tools", "chat_template_kwargs")
+_FOR_CHATS = ("tools", "functions", "chat_template_kwargs", "system")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,18 @@ class Format:
             ConfigError, DataError: it cannot be trained, or is too long where that is an error; says why.
         """
         sides = [replace(side, value=self.value(row)) for side in self.sides(row, tokenizer, config.train_on)]
+        if len(sides) == 1 and "label" not in self.needed and row.get("label") is False:
+            raise DataError(
+                "`label` is false, which says that the answer is bad. Leave out such rows, or train all rows by `dpo` "
+                "with loss.type = 'kto'."
+            )
+        if row.get("loss_weight") not in (None, 1):
+            raise DataError(
+                f"`loss_weight` is {row['loss_weight']!r:.80}: weights of rows are not supported. Remove it."
+            )
+        if unused := [column for column in self.unused(row) if row[column] is not None and column != "label"]:
+            said = tuple(f"the column `{column}` is not read" for column in unused)
+            sides[0] = replace(sides[0], remarks=(*sides[0].remarks, *said))
         longest = max(len(side.ids) for side in sides)
         if config.too_long == "error" and longest > config.seq_len:
             what = "the sample" if len(sides) == 1 else "a side of the pair"
@@ -101,15 +113,28 @@ def _chat(row: Row, messages: object, tokenizer: Tokenizer, train_on: TrainOn, *
     chat = Chat(
         messages,
         first_trained=first_trained,
-        tools=check_tools(row.get("tools")),
+        tools=check_tools(_tools(row)),
         options=options_of(row.get("chat_template_kwargs")),
     )
     return encode_chat(chat, tokenizer, train_on=train_on)
 
 
-def _refuse_for_text(row: Row) -> None:
+def _tools(row: Row) -> object:
+    """Return the tools of a row, which OpenAI's older format names `functions`."""
+    functions = row.get("functions")
+    if not functions:
+        return row.get("tools")
+    if row.get("tools"):
+        raise DataError("the row has `tools` and `functions`. Remove one of the columns.")
+    functions = parse_json(functions, "`functions`") if isinstance(functions, str) else functions
+    if not isinstance(functions, list):
+        raise DataError(f"`functions` must be a list of JSON objects, got {functions!r:.80}")
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _refuse_for_text(row: Row, text: str = "") -> None:
     for column in _FOR_CHATS:
-        if row.get(column):
+        if row.get(column) and not (column == "system" and str(row[column]) in text):
             raise DataError(f"`{column}` goes with messages; this row is text")
 
 
@@ -117,19 +142,20 @@ def _from_messages(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[En
     if row.get("messages") is None:
         there = ", ".join(f"`{name}`" for name, value in row.items() if value is not None)
         raise DataError(f"it has no `messages`; it has {there or 'nothing else'}")
-    return [_chat(row, row["messages"], tokenizer, train_on)]
+    return [_chat(row, _with_system(row, row["messages"]), tokenizer, train_on)]
 
 
 def _answered(
     row: Row, prompt: object, answer: object, tokenizer: Tokenizer, train_on: TrainOn, *, columns: str
 ) -> Encoded:
     if isinstance(prompt, str) and isinstance(answer, str):
-        _refuse_for_text(row)
+        _refuse_for_text(row, prompt)
         return encode_completion(prompt, answer, tokenizer)
     if isinstance(prompt, list) and isinstance(answer, list):
         if prompt and answer[: len(prompt)] == prompt:
             raise DataError("the answer begins with the messages of `prompt`, which would come twice: drop that column")
-        return _chat(row, prompt + answer, tokenizer, train_on, first_trained=len(prompt))
+        messages = _with_system(row, prompt + answer)
+        return _chat(row, messages, tokenizer, train_on, first_trained=len(messages) - len(answer))
     kinds = " and ".join(_kind(value) for value in (prompt, answer))
     raise DataError(f"rows need {columns} (both text or both lists of messages), got {kinds}")
 
@@ -168,10 +194,17 @@ def _share_gpt_message(turn: object, number: int) -> dict[str, Any]:
     return {"role": _ROLES[said_by], "content": value, **rest}
 
 
-def _with_system(row: Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if not row.get("system"):
+def _with_system(row: Row, messages: Any) -> Any:
+    """Return the messages with the column `system` before them, unless they begin with that."""
+    system = row.get("system")
+    if not system or not isinstance(messages, list):
         return messages
-    return [{"role": "system", "content": row["system"]}, *messages]
+    first = messages[0] if messages else None
+    if not isinstance(first, Mapping) or first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content") != system:
+        raise DataError("the column `system` and the system message say different things. Remove one of them.")
+    return messages
 
 
 def _from_alpaca(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[Encoded]:
@@ -189,10 +222,10 @@ def _from_alpaca(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[Enco
             messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": values["output"]}]
         return [_chat(row, _with_system(row, messages), tokenizer, train_on)]
-    _refuse_for_text(row)
     for name in ("system", "history"):
         if row.get(name):
             raise DataError(f"`{name}` needs a chat template, which this tokenizer does not have")
+    _refuse_for_text(row)
     prompt = _alpaca_prompt(values["instruction"], values["input"])
     return [encode_completion(prompt, values["output"], tokenizer)]
 
@@ -214,7 +247,7 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 def _from_text(row: Row, tokenizer: Tokenizer, _: TrainOn) -> list[Encoded]:
     if not isinstance(row.get("text"), str):
         raise DataError(f"`text` must be text, got {row.get('text')!r:.80}")
-    _refuse_for_text(row)
+    _refuse_for_text(row, row["text"])
     return [encode_text(row["text"], tokenizer)]
 
 
@@ -289,7 +322,7 @@ SAMPLE_FORMATS = (
         "ShareGPT (`conversations`)",
         "`conversations` (ShareGPT)",
         ("conversations",),
-        (*_FOR_CHATS, "system"),
+        _FOR_CHATS,
         _from_share_gpt,
     ),
     Format(
@@ -303,7 +336,7 @@ SAMPLE_FORMATS = (
         "Alpaca (`instruction`, `input`, `output`)",
         "`instruction` and `output` (Alpaca)",
         ("instruction", "output"),
-        (*_FOR_CHATS, "input", "system", "history"),
+        (*_FOR_CHATS, "input", "history"),
         _from_alpaca,
     ),
     Format("plain text (`text`), all of it trained", "`text`", ("text",), _FOR_CHATS, _from_text),

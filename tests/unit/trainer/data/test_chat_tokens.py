@@ -191,8 +191,8 @@ def test_what_a_template_leaves_out_of_rows_that_can_be_trained() -> None:
     parts = [{"type": "text", "text": "It is"}, {"type": "text", "text": " 12."}]
     assert trained("byte-level", "chatml", Chat(chat("a", parts))) == ["It is 12.<|im_end|>\n"]
     _, ours = tokenizers_of("byte-level", "chatml", False)
-    remarks = encode_chat(Chat(chat("a", "b", weight=0)), ours).remarks
-    assert remarks == ("messages have `weight`, which the chat template does not read",)
+    remarks = encode_chat(Chat(chat("a", "b", wait=0)), ours).remarks
+    assert remarks == ("messages have `wait`, which the chat template does not read",)
     without_ends = chat_tokenizer(make_tokenizer("byte-level", _GLM_4, adds_bos=True))
     (remark,) = encode_chat(Chat(messages), without_ends).remarks
     assert "does not learn to stop" in remark

@@ -356,11 +356,11 @@ def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     monkeypatch.setattr(tokenizing, "_CHUNK_ROWS", 30)
     monkeypatch.setattr("holdfast.process.events._TELL_S", 0.0)
     caplog.set_level("INFO")
-    rows = [{"messages": [USER, {**HELLO, "content": "x" * (place % 7), "weight": 1}]} for place in range(400)]
+    rows = [{"messages": [USER, {**HELLO, "content": "x" * (place % 7), "wait": 1}]} for place in range(400)]
     path = write(tmp_path / "a.jsonl", rows)
     monkeypatch.setattr(tokenizing, "available_cores", lambda: 1)
     serial = load(path, tokenizer)
-    assert "(400 rows)" in caplog.text and "have `weight`" in caplog.text
+    assert "(400 rows)" in caplog.text and "have `wait`" in caplog.text
     monkeypatch.setattr(tokenizing, "available_cores", lambda: 3)
     caplog.clear()
     assert fingerprint_samples(load(path, tokenizer)) == fingerprint_samples(serial)
