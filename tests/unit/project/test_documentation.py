@@ -293,10 +293,11 @@ def test_every_claim_of_the_guarantees_names_a_test() -> None:
 
 def test_defaults_that_the_guarantees_name_are_those_of_the_settings() -> None:
     named = list(guarantees.defaults(guarantees.PAGE.read_text()))
+    sending = RlConfig.model_validate({"trainer": {"weights": {"transport": "collective"}}})
     assert len(named) >= 15
     for path, value in named:
         found: list[object] = []
-        for config in (RlConfig(), InferenceConfig(), EnvironmentConfig(id="reverse_text")):
+        for config in (RlConfig(), sending, InferenceConfig(), EnvironmentConfig(id="reverse_text")):
             for part in path.split("."):
                 config = getattr(config, part, None)
             found.append(config)
