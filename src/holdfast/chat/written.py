@@ -1,6 +1,6 @@
-"""What a chat template writes of messages, found by rendering them with values changed.
+"""Finds the values of messages that a chat template writes, by rendering the messages with values changed.
 
-A value is written if its change changes the text. Searching the text for the value would find letters that stand there
+A value is written if its change changes the text. Searching the text for the value would find letters that are there
 for another reason.
 """
 
@@ -82,7 +82,7 @@ def _unwritten(change: Callable[[_Marks], Any], render: Callable[[Any], str], te
 
     Args:
         change: puts marks.
-        render: makes a text of what `change` returns.
+        render: makes a text of the return value of `change`.
     """
     marks = _Marks()
     try:

@@ -96,7 +96,7 @@ class Flag:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raise ValueError for a key that stands twice, of which one value would be lost."""
+    """Return a JSON object. Raise ValueError for a key that occurs twice: one of the values would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
