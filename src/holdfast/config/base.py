@@ -132,7 +132,7 @@ class Command(Section):
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of settings: the first, given by a flag, removes the second from variables and files, and so on."""
 
-    _variables: dict[str, str] = PrivateAttr(default_factory=dict)
+    _given: dict[str, str] = PrivateAttr(default_factory=dict)
 
     output_dir: Annotated[Path, Mark.FREE, Mark.SHARED, Mark.PLACE] = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
@@ -149,11 +149,17 @@ class Command(Section):
     @property
     def variables(self) -> Mapping[str, str]:
         """Dotted key -> the environment variable that set it."""
-        return self._variables
+        begin = "variable "
+        return {key: said.removeprefix(begin) for key, said in self._given.items() if said.startswith(begin)}
 
-    def note_variables(self, given: Mapping[str, str]) -> None:
-        """Take note of the variables that set something: dotted key -> name."""
-        self._variables = dict(given)
+    @property
+    def given(self) -> Mapping[str, str]:
+        """Dotted key -> `flag --NAME` or `variable NAME` that set it."""
+        return self._given
+
+    def note_given(self, given: Mapping[str, str]) -> None:
+        """Take note of the flags and variables that set something: dotted key -> `flag --NAME` or `variable NAME`."""
+        self._given = dict(given)
 
 
 class CkptConfig(Section):

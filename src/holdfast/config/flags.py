@@ -125,7 +125,10 @@ def flags_of(command: type[BaseModel], prefix: str = "") -> Mapping[str, Flag]:
             flags[f"--no-{word}"] = flag
         if flag.is_section:
             for model in models_in(info.annotation)[0]:
-                flags = {**flags_of(model, f"{flag.key}."), **flags}
+                for name, inner in flags_of(model, f"{flag.key}.").items():
+                    known = flags.get(name)
+                    # Models of several types may have a setting: its text is read as any of them reads it.
+                    flags[name] = inner if known is None else Flag(known.key, known.annotation | inner.annotation)
     return flags
 
 
@@ -184,7 +187,8 @@ def read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, A
         hints = [f"unknown flag '{name}'.{hint(name, keys)}" for name in dict.fromkeys(unknown)]
         raise ConfigError("\n       ".join(hints) + " --help lists the sections of settings, --help-all all flags.")
     if stray:
-        raise ConfigError(f"unexpected '{cut(stray)}'. Settings are '--name value', files '@ file.toml'.")
+        way = f" Write: @ {cut(stray)}" if stray.endswith(".toml") else ""
+        raise ConfigError(f"unexpected '{cut(stray)}'. Settings are '--name value', files '@ file.toml'.{way}")
     return values, given
 
 

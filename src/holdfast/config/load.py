@@ -30,7 +30,7 @@ from holdfast.config.help import hint
 from holdfast.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Command)
-FileOf = Callable[[str], str | None]
+OriginOf = Callable[[str], str | None]
 
 _MOST_LINES = 20
 # User and password of a URL.
@@ -58,15 +58,15 @@ def parse_command_line(command: type[C], argv: list[str]) -> C:
         settings = sources.settings()
     except ValidationError as error:
         assert sources is not None
-        raise ConfigError(_describe(error, command, sources.file_of, sources.given)) from None
+        raise ConfigError(_describe(error, command, sources.origin_of, sources.given)) from None
     except RecursionError:
         raise ConfigError(f"a value cannot be used: {TOO_DEEP}") from None
     config = command.model_construct(settings.model_fields_set, **dict(settings))
-    config.note_variables(sources.set_by_variables)
+    config.note_given(sources.decided)
     return config
 
 
-def _describe(error: ValidationError, command: type[BaseModel], file_of: FileOf, given: Mapping[str, str]) -> str:
+def _describe(error: ValidationError, command: type[BaseModel], origin_of: OriginOf, given: Mapping[str, str]) -> str:
     lines: dict[str, list[str]] = {}
     keys = [flag.key for flag in flags_of(command).values()]
     for finding in error.errors():
@@ -75,14 +75,16 @@ def _describe(error: ValidationError, command: type[BaseModel], file_of: FileOf,
         if finding["type"] == "extra_forbidden":
             assert model is not None
             known = list(model.model_fields)
-            if choice is not None and (said := choice.said(str(location[-1]), file_of, given)) is not None:
+            if choice is not None and (said := choice.said(str(location[-1]), origin_of, given)) is not None:
                 lines.setdefault(key, []).append(f"'{key}' {said}")
                 continue
             said = nearest(str(location[-1]), known) or hint(key, keys) or f" Allowed here: {', '.join(known)}."
             text = f"unknown key '{key}'.{said}"
         else:
             value = finding["input"]
-            shown = "" if isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
+            # JSON in a variable may hold a secret, and a message may go into a log.
+            is_hidden = key not in given and (_origin(key, origin_of) or "").startswith("variable ")
+            shown = "" if is_hidden or isinstance(value, dict | BaseModel) else f", got {_shown(value)}"
             reason = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
             reason = reason.partition(", unable to parse string")[0]
             if finding["type"] == "missing":
@@ -97,7 +99,7 @@ def _describe(error: ValidationError, command: type[BaseModel], file_of: FileOf,
                     reason = 'is an object of settings, {"NAME": VALUE, ...}'
             text = f"'{key}' {reason}{shown}" if key else reason
         lines.setdefault(key, []).append(text)
-    shown = [_with_origin(key, _joined(key, texts), file_of, given) for key, texts in lines.items()][:_MOST_LINES]
+    shown = [_with_origin(key, _joined(key, texts), origin_of, given) for key, texts in lines.items()][:_MOST_LINES]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more like these")
     return "\n       ".join(shown)
@@ -134,14 +136,14 @@ class _Choice:
     models: Mapping[str, type[BaseModel]]
     type: str = ""
 
-    def said(self, name: str, file_of: FileOf, given: Mapping[str, str]) -> str | None:
+    def said(self, name: str, origin_of: OriginOf, given: Mapping[str, str]) -> str | None:
         """Return why a setting has no effect, if other types have it."""
         owners = [f"'{one}'" for one, model in self.models.items() if name in model.model_fields]
         if not owners:
             return None
         key = f"{self.key}.{self.chooser.key}".strip(".")
         usual = "the default" if self.type == self.chooser.default else ""
-        by = given.get(key) or file_of(key) or usual
+        by = origin_of(key) or usual
         listed = ", ".join(owners)
         way = f"Leave it out, or set {key} to {'one of these' if len(owners) > 1 else listed}"
         return f"has no effect with {key} = '{self.type}'{f' ({by})' if by else ''}: it belongs to {listed}. {way}"
@@ -184,20 +186,22 @@ def _model_of_entries(annotation: Any) -> type[BaseModel] | None:
     return model_in(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 
-def _with_origin(key: str, text: str, file_of: FileOf, given: Mapping[str, str]) -> str:
+def _with_origin(key: str, text: str, origin_of: OriginOf, given: Mapping[str, str]) -> str:
     """Put the flag, variable or file that gave a dotted key before a finding, by the longest part of the key."""
     if key in given and text.startswith(f"'{key}' "):  # the flag says the key
-        return f"{given[key]} " + text.removeprefix(f"'{key}' ")
-    parts = key.split(".")
+        said = text.removeprefix(f"'{key}' ")
+        return f"{given[key]}: {said}" if said.startswith("there is") else f"{given[key]} {said}"
     # A finding of a whole section may be about a flag in it, beside what a file says.
     inside = [name for own, name in given.items() if own.startswith(f"{key}.")]
-    for length in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:length])
-        if prefix in given:
-            return f"{given[prefix]}: {text}"
-        if (path := file_of(prefix)) is not None:
-            return f"{', '.join([path, *inside])}: {text}"
-    return f"{', '.join(inside)}: {text}" if inside else text
+    named = list(dict.fromkeys([*filter(None, [_origin(key, origin_of)]), *inside]))
+    return f"{', '.join(named)}: {text}" if named else text
+
+
+def _origin(key: str, origin_of: OriginOf) -> str | None:
+    """Return who gave the longest part of a dotted key that anybody gave."""
+    parts = key.split(".")
+    found = (origin_of(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    return next((origin for origin in found if origin is not None), None)
 
 
 def to_toml(config: BaseModel) -> str:

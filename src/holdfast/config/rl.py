@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from holdfast.config.base import CkptConfig, Command, LogFormat, ModelConfig, Section, read_section
 from holdfast.config.cluster import SlurmConfig
@@ -21,6 +21,8 @@ from holdfast.config.view import (
     TrackingConfig,
 )
 from holdfast.errors import ConfigError
+
+_PROCESSES = ("trainer", "orchestrator", "inference")
 
 
 class RlConfig(Command):
@@ -137,16 +139,15 @@ class RlConfig(Command):
             self.log_format = self.trainer.log_format
         return self
 
-    def note_variables(self, given: Mapping[str, str]) -> None:
-        """Take note of the variables that set something, in each process that has the setting."""
-        super().note_variables(given)
+    def note_given(self, given: Mapping[str, str]) -> None:
+        """Take note of the flags and variables that set something, in each process that has the setting."""
+        super().note_given(given)
         has_it = shared()
-        for process in ("trainer", "orchestrator", "inference"):
-            above = {key: name for key, name in given.items() if process in has_it.get(key.partition(".")[0], ())}
-            own = {
-                key.removeprefix(f"{process}."): name for key, name in given.items() if key.startswith(f"{process}.")
-            }
-            getattr(self, process).note_variables(above | own)
+        for process in _PROCESSES:
+            above = {key: said for key, said in given.items() if process in has_it.get(key.partition(".")[0], ())}
+            begin = f"{process}."
+            own = {key.removeprefix(begin): said for key, said in given.items() if key.startswith(begin)}
+            getattr(self, process).note_given(own | above)
 
     @model_validator(mode="before")
     @classmethod
@@ -166,7 +167,7 @@ class RlConfig(Command):
 def shared() -> dict[str, tuple[str, ...]]:
     """Return every shared setting, and the sections of the processes that have it."""
     fields = RlConfig.model_fields
-    processes = {name: models_in(fields[name].annotation)[0][0] for name in ("trainer", "orchestrator", "inference")}
+    processes = {name: models_in(fields[name].annotation)[0][0] for name in _PROCESSES}
     return {
         setting: tuple(name for name, process in processes.items() if setting in process.model_fields)
         for setting in marked(RlConfig, Mark.SHARED)
@@ -182,6 +183,8 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
     _check_truncation(config)
     check_rewards(config.trainer, config.orchestrator)
     for setting, names in shared().items():
+        _check_given(config, setting, names)
+        _hand_down_notes(config, setting, names)
         if setting == "model":
             _hand_down_model(config, names)
             continue
@@ -291,9 +294,65 @@ def _agreed(config: RlConfig, setting: str, names: tuple[str, ...]) -> object:
         flag = setting.replace("_", "-")
         raise ConfigError(f"processes disagree on '{setting}': {shown}. Set it once for all with --{flag}.")
     if isinstance(own, Section):  # unset keys stay as the processes have them
-        below = [value.model_dump(exclude_unset=True) for value in values[:1] if isinstance(value, type(own))]
-        return type(own).model_validate(_laid_over(below[0] if below else {}, own.model_dump(exclude_unset=True)))
+        below = [value.model_dump(exclude_unset=True) for value in values[:1] if isinstance(value, Section)]
+        both = _laid_over(below[0] if below else {}, own.model_dump(exclude_unset=True))
+        try:  # by the type that both say together
+            kind: Any = RlConfig.model_fields[setting].annotation
+            return TypeAdapter(kind).validate_python(both)
+        except ValidationError as error:
+            found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)]
+            raise ConfigError(
+                f"'{setting}' of rl and of {' and '.join(given)} do not fit together: {'; '.join(found)}. Give all of "
+                f"its settings in one place, as --{setting}.NAME VALUE."
+            ) from None
     return values[0] if values else getattr(getattr(config, names[0]), setting)
+
+
+def _check_given(config: RlConfig, setting: str, names: tuple[str, ...]) -> None:
+    """Refuse a flag or a variable of a process that loses against a value of `rl` itself, unless that value is a flag
+    and this one a variable."""
+    for key, said in config.given.items():
+        name, _, rest = key.partition(".")
+        if name not in names or rest.partition(".")[0] != setting or not _is_set(config, rest):
+            continue
+        winner = config.given.get(rest, "a file")
+        by_flag = winner.startswith("flag")
+        # `max_steps` of the trainer is that of `rl` already: see `_trainer_knows_the_last_step`.
+        differs = not by_flag if setting == "max_steps" else _value_at(config, rest) != _value_at(config, key)
+        if differs and (said.startswith("flag") or not by_flag):
+            raise ConfigError(
+                f"{said} has no effect: {rest} = {_plain(_value_at(config, rest))} of rl wins, which {winner} gave. "
+                f"Set {rest} itself (--{rest.replace('_', '-')}), or leave it out there."
+            )
+
+
+def _hand_down_notes(config: RlConfig, setting: str, names: tuple[str, ...]) -> None:
+    """Let all processes know who gave a shared setting."""
+    shared_keys = ("model.name", "model.tokenizer")
+    noted = {
+        key: said
+        for name in names
+        for key, said in getattr(config, name).given.items()
+        if key.partition(".")[0] == setting and (setting != "model" or key in shared_keys)
+    }
+    for name in names:
+        process = getattr(config, name)
+        process.note_given({**noted, **process.given})
+
+
+def _is_set(config: Section, key: str) -> bool:
+    """Whether a dotted key was given, or a section that holds it was unset."""
+    name, _, rest = key.partition(".")
+    if name not in config.model_fields_set:
+        return False
+    value = getattr(config, name)
+    return _is_set(value, rest) if rest and isinstance(value, Section) else True
+
+
+def _value_at(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
 
 
 def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

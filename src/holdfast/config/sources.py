@@ -12,8 +12,8 @@ Only variables that begin with `HOLDFAST_` set something. Three kinds are allowe
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -34,6 +34,8 @@ from holdfast.config.flags import Flag, flags_of, model_in, read_flags
 from holdfast.config.help import VARIABLE_PREFIX, hint, variable_of
 from holdfast.errors import ConfigError
 
+_SPELLING = re.compile(rf"{VARIABLE_PREFIX}[A-Z0-9_]+")
+
 VARIABLES = frozenset({
     # of the user: the token of a server, the directory of caches, an interpreter, an address
     "HOLDFAST_ADMIN_TOKEN", "HOLDFAST_CACHE", "HOLDFAST_VERIFIERS_PYTHON", "HOLDFAST_PROMETHEUS",
@@ -50,7 +52,7 @@ class Sources:
     """The sources of one command line, and who gave each setting.
 
     Attributes:
-        set_by_variables: dotted key -> the variable that set it, once `settings` has read them.
+        decided: dotted key -> `flag --NAME` or `variable NAME` that set it, once `settings` has read them.
     """
 
     def __init__(self, command: type[Command], argv: Sequence[str]) -> None:
@@ -61,8 +63,8 @@ class Sources:
         self.variables, self.variable_of = _read_variables(command)
         self._unknown = {name: key for key, name in self.variable_of.items() if not _is_known(key, known)}
         self.files = files
-        self.set_by_variables: dict[str, str] = {}
-        _check_nesting(self.variables, self.variable_of)
+        self.decided: dict[str, str] = {}
+        _check_nesting(self.variables, self.variable_of, self.given)
 
     def settings(self) -> BaseModel:
         """Return the settings, read from the sources and validated by the framework. Raise ValidationError for a
@@ -72,11 +74,15 @@ class Sources:
         flags, variables = FlagSource(root, self.flags), EnvironmentSource(root, self.variables)
         files = [FileSource(root, data) for _, data in reversed(self.files)]
         settings = root(_build_sources=((flags, variables, *files), {}))
+        self.decided = {key: self._said(key, self.flag_of, "flag") for key in _leaves(flags.taken)}
         for key in _leaves(variables.taken):
             if not _decides(flags.taken, key):
-                name = next(self.variable_of[one] for one in (key, *_above(key)) if one in self.variable_of)
-                self.set_by_variables[key] = name
+                self.decided[key] = self._said(key, self.variable_of, "variable")
         return settings
+
+    @staticmethod
+    def _said(key: str, names: Mapping[str, str], kind: str) -> str:
+        return f"{kind} {next(names[one] for one in (key, *_above(key)) if one in names)}"
 
     def _check_variables(self) -> None:
         """Refuse a variable that is neither a setting nor named by one."""
@@ -84,7 +90,7 @@ class Sources:
         unknown = [name for name in self._unknown if name not in named]
         if unknown:
             known = flags_of(self._command)
-            raise ConfigError("\n       ".join(_say_unknown(name, self._unknown[name], known) for name in unknown))
+            raise ConfigError("\n       ".join(_say_unknown(name, known) for name in unknown))
         for name in self._unknown:
             del self.variables[self._unknown[name]], self.variable_of[self._unknown[name]]
 
@@ -94,9 +100,18 @@ class Sources:
         names = {key: f"variable {name}" for key, name in self.variable_of.items()}
         return names | {key: f"flag {name}" for key, name in self.flag_of.items()}
 
-    def file_of(self, key: str) -> str | None:
-        """Return the file that gave a dotted key, the last if several did."""
-        return next((path for path, data in reversed(self.files) if holds(data, key)), None)
+    def origin_of(self, key: str) -> str | None:
+        """Return the flag, or else the variable, or else the last file that gave a dotted key, itself or as JSON."""
+        places = (key, *_above(key))
+        for values, names, kind in (
+            (self.flags, self.flag_of, "flag"),
+            (self.variables, self.variable_of, "variable"),
+        ):
+            for place in places:
+                if place in values and (place == key or holds(values[place], key[len(place) + 1 :])):
+                    return f"{kind} {names[place]}"
+        file = next((path for path, data in reversed(self.files) if holds(data, key)), None)
+        return file or next((said for own, said in self.given.items() if own.startswith(f"{key}.")), None)
 
 
 @cache
@@ -173,30 +188,25 @@ def _read_variables(command: type[Command]) -> tuple[dict[str, Any], dict[str, s
     for name in sorted(os.environ):
         if not name.startswith(VARIABLE_PREFIX) or name in VARIABLES:
             continue
-        key = name.removeprefix(VARIABLE_PREFIX).lower().replace("__", ".")
-        flag, text = by_key.get(key), os.environ[name]
+        key, text = name, os.environ[name]
+        if _SPELLING.fullmatch(name):  # another spelling is refused: two variables could mean one setting
+            key = name.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
+        flag = by_key.get(key)
         if flag is not None and flag.is_switch:
             text = text.lower()
-        values[key] = flag.value_of(text, name) if flag is not None else _value_in_a_table(text)
+        values[key] = flag.value_of(text, name) if flag is not None else text
         given[key] = name
     return values, given
 
 
-def _check_nesting(values: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    """Refuse a section that is set to a value, such as null, beside a setting in it, which would be lost."""
-    for key in values:
+def _check_nesting(variables: Mapping[str, Any], names: Mapping[str, str], given: Mapping[str, str]) -> None:
+    """Refuse a variable that sets a section to a value, such as null, beside a setting in it, which would be lost."""
+    for key, said in given.items():
         for above in _above(key):
-            if above in values and not isinstance(values[above], dict):
+            if above in variables and not isinstance(variables[above], dict):
                 raise ConfigError(
-                    f"variable {given[above]} unsets the section that variable {given[key]} sets: unset one of them."
+                    f"variable {names[above]} unsets the section that {said} sets: leave one of them out."
                 )
-
-
-def _value_in_a_table(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -225,17 +235,22 @@ def _above(key: str) -> list[str]:
 
 
 def _is_known(key: str, known: Mapping[str, Flag]) -> bool:
-    """Whether a dotted key is a setting, or is inside a section (its model refuses unknown names) or a table."""
+    """Whether a dotted key is a setting, or is inside a section, whose model refuses unknown names with a hint."""
     keys = {flag.key: flag for flag in known.values()}
     nearest = next((keys[one] for one in _above(key) if one in keys), None)
-    return key in keys or (nearest is not None and nearest.is_table)
+    return key in keys or (nearest is not None and nearest.is_section)
 
 
-def _say_unknown(name: str, key: str, known: Mapping[str, Flag]) -> str:
-    inside = next((flag.key for flag in known.values() if flag.is_list and flag.key in _above(key)), None)
+def _say_unknown(name: str, known: Mapping[str, Flag]) -> str:
+    key = name.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
+    above = _above(key)
+    inside = next((flag for flag in known.values() if (flag.is_list or dict in flag.kinds) and flag.key in above), None)
     said = hint(name, [flag.key for flag in known.values()]) or " Unset it, or name it otherwise."
     if inside is not None:
-        said = f" A list is given whole, as JSON: {variable_of(inside)}='[{{...}}]'."
+        form = "{...}" if dict in inside.kinds else "[{...}]"
+        said = f" A list or a table is given whole, as JSON: {variable_of(inside.key)}='{form}'."
+    if key in {flag.key for flag in known.values()}:
+        return f"variable {name} sets nothing: write it in capitals, {variable_of(key)}."
     return f"variable {name} sets nothing: this command has no setting '{key}'.{said}"
 
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from holdfast.config.base import Command
     from holdfast.config.environments import EnvironmentConfig
 
-_SECRETS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "credentials", "authorization"}
+_SECRETS = {
+    *("key", "keys", "apikey", "token", "secret", "secrets", "cookie", "password", "passwd"),
+    *("credentials", "authorization"),
+}
 _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 _HIDDEN = "***"
 _OBJECT = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
@@ -76,19 +79,20 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_variables(config: Command) -> list[str]:
-    """Return a line for each setting that an environment variable gave, without secrets."""
+    """Return a line for each setting that an environment variable gave. Lists and tables are shown by name only: they
+    may hold secrets."""
     values = flat_settings(config.model_dump(mode="json", exclude_unset=True))
     lines = []
     for key, name in config.variables.items():
-        found = {one: value for one, value in values.items() if one == key or one.startswith((f"{key}.", f"{key}["))}
-        said = ", ".join(f"{one} = {json.dumps(value)}" for one, value in without_secrets(found).items())
+        shown = without_secrets({key: values[key]} if isinstance(values.get(key), str | int | float) else {})
+        said = f"{key} = {json.dumps(shown[key])}" if shown else key
         lines.append(f"from the environment variable {name}: {said}")
     return lines
 
 
 def _is_secret(key: str, value: Any) -> bool:
     """Whether the last word of a name means a secret: `api_key` and `HF_TOKEN`, not `admin_token_env` (a variable)."""
-    return isinstance(value, str) and re.split(r"[._\-]", key.lower())[-1] in _SECRETS
+    return isinstance(value, str | int | list) and re.split(r"[._\-]", key.lower())[-1] in _SECRETS
 
 
 def _without_passwords(value: Any) -> Any:

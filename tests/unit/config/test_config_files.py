@@ -346,7 +346,7 @@ OF_POLICY_GRADIENT = "[loss]\ntype = 'policy_gradient'\nratio_max = 3\n"
          "(flag --loss.type): it belongs to"),
         (OF_POLICY_GRADIENT, "--loss.clip-high 1", "flag --loss.clip-high has no effect with loss.type = "
          "'policy_gradient' (trainer.toml): it belongs to 'grpo', "),
-        ("", "--loss.type cipso", "flag --loss.type there is no 'cipso'. Did you mean 'cispo'? Allowed: grpo, "),
+        ("", "--loss.type cipso", "flag --loss.type: there is no 'cipso'. Did you mean 'cispo'? Allowed: grpo, "),
         ("", "--loss 3", "flag --loss is a section: give its settings, as in --loss.NAME VALUE or [loss]"),
         ("[loss]\nclip_lo = 1\n", "", "trainer.toml: unknown key 'loss.clip_lo'. Did you mean 'clip_low'?"),
         ("[weights]\nhost = 'h'\n", "", "trainer.toml: 'weights.host' has no effect with weights.transport = "

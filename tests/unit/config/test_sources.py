@@ -150,13 +150,13 @@ def test_nested_lists_and_tables_come_from_one_variable(monkeypatch: pytest.Monk
     monkeypatch.setenv("HOLDFAST_ORCHESTRATOR__ENVIRONMENTS", json.dumps(given))
     monkeypatch.setenv("HOLDFAST_TRAINER__OPTIM", '{"lr": 0.5, "schedule": "linear"}')
     monkeypatch.setenv("HOLDFAST_TRAINER__OPTIM__LR", "0.25")  # of a section and its setting, the setting wins
-    monkeypatch.setenv("HOLDFAST_TRAINER__ENVIRONMENTS__SUMS__WEIGHT", "2")
+    monkeypatch.setenv("HOLDFAST_TRAINER__ENVIRONMENTS", '{"Sums": {"weight": 2}}')
     config = parse_command_line(RlConfig, ["@", file])
     first, second = config.orchestrator.environments
     assert (first.id, first.args, second.id) == ("reverse_text", given[0]["args"], "b")
     assert config.orchestrator.group_size == 4, "a list is replaced, its section added to"
     assert (config.trainer.optim.lr, config.trainer.optim.schedule) == (0.25, "linear")
-    assert config.trainer.environments["sums"].weight == 2
+    assert config.trainer.environments["Sums"].weight == 2
     assert config.variables["trainer.optim.schedule"] == "HOLDFAST_TRAINER__OPTIM"
     assert config.variables["trainer.optim.lr"] == "HOLDFAST_TRAINER__OPTIM__LR"
 
@@ -199,6 +199,9 @@ def test_null_and_switches_in_variables(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("rl", "HOLDFAST_TRAINER__OPTIM__LRR", "unknown key 'trainer.optim.lrr'. Did you mean 'lr'?"),
         ("rl", "HOLDFAST_LEARNING_RATE", "Did you mean 'HOLDFAST_TRAINER__OPTIM__LR'?"),
         ("rl", "HOLDFAST_ORCHESTRATOR__ENVIRONMENTS__0__ID", "HOLDFAST_ORCHESTRATOR__ENVIRONMENTS='[{...}]'"),
+        ("rl", "HOLDFAST_TRAINER__ENVIRONMENTS__Sums__WEIGHT", "HOLDFAST_TRAINER__ENVIRONMENTS='{...}'"),
+        ("rl", "HOLDFAST_max_steps", "write it in capitals, HOLDFAST_MAX_STEPS."),
+        ("rl", "HOLDFAST_TRAINER.OPTIM.LR", "write it in capitals, HOLDFAST_TRAINER__OPTIM__LR."),
         ("rl", "HOLDFAST_UNLIKE_ANY", "no setting 'unlike_any'"),
         ("rl", "HOLDFAST_", "sets nothing"),
     ],
@@ -243,11 +246,17 @@ def test_no_log_shows_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_command_line(RlConfig, [])
     assert config.orchestrator.environments[0].args["api_key"] == "s3cr3t"
     shown = "\n".join(describe_variables(config))
-    assert "api_key" in shown and "s3cr3t" not in shown
+    assert "orchestrator.environments" in shown and "s3cr3t" not in shown
     monkeypatch.setenv("HOLDFAST_ORCHESTRATOR__ENVIRONMENTS", value[:-1])
     assert "s3cr3t" not in refused("rl")
-    monkeypatch.setenv("HOLDFAST_ORCHESTRATOR__ENVIRONMENTS", value.replace('"id"', '"di"'))
-    assert "s3cr3t" not in refused("rl")
+    for broken in (
+        value.replace('"id"', '"di"'),
+        '[{"id": "a", "args": "s3cr3t"}]',
+        '[{"id": "a", "seq_len": "s3cr3t"}]',
+    ):
+        monkeypatch.setenv("HOLDFAST_ORCHESTRATOR__ENVIRONMENTS", broken)
+        message = refused("rl")
+        assert "s3cr3t" not in message and "variable HOLDFAST_ORCHESTRATOR__ENVIRONMENTS" in message
 
 
 def test_the_resolved_settings_say_what_came_from_the_environment(
@@ -297,3 +306,74 @@ def test_help_needs_no_framework() -> None:
     code = "import sys; from holdfast.cli import run; run('rl', ['--help']); print('pydantic' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.endswith("False\n") and "HOLDFAST_" in out
+
+
+RL = ("@", "configs/reverse_text/rl.toml")
+
+
+def handed_down(*argv: str) -> RlConfig:
+    return hand_down_shared(parse_command_line(RlConfig, [*RL, *argv]))
+
+
+@pytest.mark.usefixtures("in_root")
+def test_a_flag_or_variable_of_a_process_is_not_lost_against_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file sets `max_steps` of `rl` itself, which wins over the value of a process."""
+    for argv in (("--trainer.max-steps", "9"), ("--trainer.ckpt.keep", "7"), ("--trainer.ckpt", "null")):
+        with pytest.raises(ConfigError, match=f"flag {argv[0]} has no effect"):
+            handed_down("--ckpt.keep", "3", *argv)
+    monkeypatch.setenv("HOLDFAST_TRAINER__MAX_STEPS", "9")
+    with pytest.raises(ConfigError, match="variable HOLDFAST_TRAINER__MAX_STEPS has no effect"):
+        handed_down()
+    config = handed_down("--max-steps", "8")
+    assert (config.trainer.max_steps, config.orchestrator.max_steps) == (8, 8)
+    assert not config.trainer.variables, "the flag decided"
+    monkeypatch.setenv("HOLDFAST_MAX_STEPS", "7")
+    with pytest.raises(ConfigError, match="flag --trainer.max-steps has no effect"):
+        handed_down("--trainer.max-steps", "8")
+
+
+@pytest.mark.usefixtures("in_root")
+def test_processes_that_get_a_setting_know_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_TRAINER__SEED", "4")
+    config = handed_down()
+    for process in (config.trainer, config.orchestrator, config.inference):
+        assert (process.seed, process.variables) == (4, {"seed": "HOLDFAST_TRAINER__SEED"})
+
+
+@pytest.mark.usefixtures("in_root")
+def test_the_type_of_a_shared_section_comes_from_wherever_it_is_set(tmp_path: Path) -> None:
+    path = tmp_path / "weights.toml"
+    path.write_text("[weights]\n")
+    config = handed_down("@", str(path), "--trainer.weights.transport", "collective")
+    assert config.trainer.weights.transport == "collective"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "argv", "said"),
+    [
+        ("TRAINER__OPTIM", '{"lr": "abc"}', (), "variable HOLDFAST_TRAINER__OPTIM: 'trainer.optim.lr'"),
+        ("ORCHESTRATOR__TEACHER__MODE", "logprobs", (), "variable HOLDFAST_ORCHESTRATOR__TEACHER__MODE: 'orch"),
+        ("SEED", "3", ("--trainer.optim", '{"lr": "abc"}'), "flag --trainer.optim: 'trainer.optim.lr'"),
+        ("TRAINER__LOSS__TYPE", "nosuch", (), "variable HOLDFAST_TRAINER__LOSS__TYPE: there is no 'nosuch'"),
+        ("CKPT", "null", ("--ckpt.interval", "3"), "HOLDFAST_CKPT unsets the section that flag --ckpt.interval sets"),
+    ],
+)
+@pytest.mark.usefixtures("in_root")
+def test_an_error_names_who_gave_the_value_and_not_a_file_below(
+    name: str, value: str, argv: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    message = refused("rl", *RL, *argv)
+    assert said in message and "rl.toml" not in message
+
+
+def test_null_is_read_as_any_type_of_a_section_reads_it() -> None:
+    config = parse_command_line(
+        RlConfig, ["--trainer.loss.correction.type", "mask", "--trainer.loss.correction.high", "null"]
+    )
+    assert config.trainer.loss.correction.type == "mask"
+
+
+def test_a_file_without_its_sign_is_told() -> None:
+    assert "Write: @ configs/x.toml" in refused("rl", "configs/x.toml")
+    assert "@ FILE.toml" in refused("rl", "--config", "x.toml")
