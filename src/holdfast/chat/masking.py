@@ -9,8 +9,8 @@ reason. It ends with the token by which the template ends the turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -26,9 +26,9 @@ from holdfast.chat.messages import (
     texts_of,
     thoughts_of,
 )
-from holdfast.chat.template import ChatTemplate
+from holdfast.chat.template import ChatTemplate, TemplateRefusal
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chat.written import USE_TOOLS, check_calls_written, is_tools_written, is_value_written
+from holdfast.chat.written import ANOTHER_TEMPLATE, USE_TOOLS, check_calls_written, is_tools_written, is_value_written
 from holdfast.errors import DataError
 
 TrainOn = Literal["all", "last"]
@@ -112,8 +112,57 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
     Args:
         train_on: all turns of the assistant, or the last.
 
-    Raise ConfigError if the tokenizer has no chat template; DataError if the chat cannot be trained.
+    Raise ConfigError if the tokenizer has no chat template; DataError if the chat cannot be trained. If the chat breaks
+    a rule of the template, the error names a change that was tried and works.
     """
+    try:
+        return _encoded(chat, tokenizer, train_on)
+    except TemplateRefusal as error:
+        for changed, advice in _ways_out(chat, tokenizer.template(chat.tools)):
+            try:
+                _encoded(changed, tokenizer, train_on)
+            except DataError:
+                continue
+            raise DataError(f"{error} {advice}") from None
+        raise DataError(f"{error} Or use a chat template without this rule: {ANOTHER_TEMPLATE}") from None
+
+
+def _ways_out(chat: Chat, template: ChatTemplate) -> Iterator[tuple[Chat, str]]:
+    """Yield changes of a chat that may follow the rules of its template, with advice to make them."""
+    for options in template.choices(chat.options):
+        ((name, value),) = options.items()
+        setting = f"{{{name} = {'true' if value else 'false'}}}"
+        yield (
+            replace(chat, options={**chat.options, **options}),
+            f"It can be trained with data.chat_template_kwargs = {setting}, or so in the column of the row.",
+        )
+    messages, system = chat.messages, sum(message["role"] == "system" for message in chat.messages[:1])
+    if messages[system]["role"] == "assistant":
+        asked = [*messages[:system], {"role": "user", "content": "."}, *messages[system:]]
+        yield (
+            replace(chat, messages=asked, first_trained=chat.first_trained + (chat.first_trained > system)),
+            "It can be trained with a message of the user before the first message of the assistant.",
+        )
+    joined, first_trained = list[Any](), chat.first_trained
+    for number, message in enumerate(messages):
+        if joined and joined[-1]["role"] == message["role"]:
+            joined[-1] = {**joined[-1], "content": "\n".join([*texts_of(joined[-1]), *texts_of(message)])}
+            first_trained -= number < chat.first_trained
+        else:
+            joined.append(message)
+    if len(joined) < len(messages):
+        yield (
+            replace(chat, messages=joined, first_trained=first_trained),
+            "It can be trained with messages of one role after another joined.",
+        )
+    if system:
+        yield (
+            replace(chat, messages=messages[1:], first_trained=max(0, chat.first_trained - 1)),
+            "It can be trained with the text of the system message moved into the first message of the user.",
+        )
+
+
+def _encoded(chat: Chat, tokenizer: Tokenizer, train_on: TrainOn) -> Encoded:
     template = tokenizer.template(chat.tools)
     template.check_options(chat.options)
     messages = check_messages(chat.messages)
@@ -200,11 +249,11 @@ class _Rendering:
     def _prompt_length(self, number: int, before: str) -> int:
         """Return how many of the tokens are the prompt of message `number`."""
         if not self.text.startswith(before):
-            raise DataError(self._why_not_beginning(number, before))
+            raise TemplateRefusal(self._why_not_beginning(number, before))
         start, place = self._last_border(len(before))
         last_ids = self._tokenizer.encode(before[start:])
         if self.ids[place : place + len(last_ids)] != last_ids:
-            raise DataError(
+            raise TemplateRefusal(
                 f"{_nth(number)}: the tokenizer joins the end of its prompt ({before[-16:]!r}) and the beginning of "
                 f"the answer ({self.text[len(before) : len(before) + 16]!r}) to other tokens than the prompt has by "
                 "itself, so what the model is prompted with cannot be told from what it says. Change the white space "

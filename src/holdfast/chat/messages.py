@@ -85,7 +85,7 @@ def _checked_calls(value: object, number: int) -> list[Any]:
 
 def _checked_call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a tool call as `{"type": "function", "function": {"name": ..., "arguments": ...}}`, with its other keys.
-    Absent, null or blank arguments become `{}`."""
+    Absent, null and blank arguments become `{}`."""
     function = {key: entry for key, entry in function_of(call).items() if entry is not None}
     outer = {key: entry for key, entry in call.items() if entry is not None} if "function" in call else {}
     if not outer:

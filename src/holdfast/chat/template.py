@@ -30,6 +30,10 @@ _GIVEN = {"messages", "tools", "add_generation_prompt"}
 ChatMessage = Mapping[str, Any]
 
 
+class TemplateRefusal(DataError):
+    """A chat does not follow the rules of its template: another template or other variables could write it."""
+
+
 class _Generation(Extension):
     """The tag `{% generation %}` ... `{% endgeneration %}` around what the assistant says: without effect here."""
 
@@ -85,7 +89,7 @@ class ChatTemplate:
             open_turn: write the beginning of the assistant's next turn as well (the generation prompt).
             options: further variables of the template, such as `enable_thinking`.
 
-        Raise DataError if the template refuses the messages.
+        Raise TemplateRefusal if the template refuses the messages.
         """
         given = {
             "documents": None,
@@ -99,7 +103,14 @@ class ChatTemplate:
             return self._template.render(given)
         except Exception as error:  # noqa: BLE001 (a template fails with whatever its expressions raise)
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise DataError(f"the chat template of '{self._name}' refuses a chat of [{roles}]: {error}") from None
+            raise TemplateRefusal(
+                f"the chat template of '{self._name}' refuses a chat of [{roles}]: {str(error).rstrip('.')}."
+            ) from None
+
+    def choices(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return variables about thoughts to try beside `options`: each that the template reads, off and on."""
+        names = sorted(name for name in self.variables if "think" in name and name not in options)
+        return [{name: value} for value in (False, True) for name in names]
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Check that the template reads all these variables. Raise DataError if it does not read one, or one is set by

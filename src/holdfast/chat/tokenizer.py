@@ -15,7 +15,7 @@ from tokenizers import normalizers, pre_tokenizers
 from holdfast.chat.forms import Forms, forms_of
 from holdfast.chat.messages import Message, as_dict, roles_left_out, squeezed, texts_of
 from holdfast.chat.template import ChatMessage, ChatTemplate
-from holdfast.chat.written import check_calls_written
+from holdfast.chat.written import check_calls_written, is_value_written
 from holdfast.errors import ConfigError, DataError
 
 _log = logging.getLogger("holdfast")
@@ -198,6 +198,25 @@ class Tokenizer:
         for role in roles_left_out(chat, text):
             _warn_of_what_is_left_out(self.name, role)
         return self.encode(text)
+
+    def unseen(self, messages: Sequence[Message | ChatMessage], *, tools: Sequence[Any] | None = None) -> list[str]:
+        """Return the roles of a prompt whose messages can change without a change of the prompt."""
+
+        def render(changed: Sequence[Message | ChatMessage]) -> str:
+            return self.render(changed, open_turn=True, tools=tools)
+
+        chat, text = [as_dict(message) for message in messages], render(messages)
+        suspects = roles_left_out(chat, text)
+        found = dict[str, None]()
+        for number, message in enumerate(chat):
+            said = "".join(texts_of(message))
+
+            def put(other: str, number: int = number, message: dict[str, Any] = message) -> list[dict[str, Any]]:
+                return [*chat[:number], {**message, "content": other}, *chat[number + 1 :]]
+
+            if message["role"] in suspects and said and not is_value_written(said, put, render, text):
+                found[message["role"]] = None
+        return list(found)
 
     def render(
         self,

@@ -1,7 +1,7 @@
 """Finds the values of messages that a chat template writes, by rendering the messages with values changed.
 
-A value is written if its change changes the text. Searching the text for the value would find letters that are there
-for another reason.
+A value is written if its change changes the text. A search for the letters of the value would also find the same
+letters of other values.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _unwritten(change: Callable[[_Marks], Any], render: Callable[[Any], str], te
 
     Args:
         change: puts marks.
-        render: makes a text of the return value of `change`.
+        render: makes a text of the messages or tools that `change` returns.
     """
     marks = _Marks()
     try:
@@ -147,7 +147,8 @@ def is_tools_written(tools: Sequence[Any], render: Callable[[Any], str], text: s
     return _unwritten(lambda marks: marks.tools(tools), render, text) is None
 
 
-USE_TOOLS = (
-    "Use a template with tools: copy the tokenizer's files to a directory, put another chat_template.jinja there, and "
-    "set model.tokenizer to that directory."
+ANOTHER_TEMPLATE = (
+    "copy the tokenizer's files to a directory, put another chat_template.jinja there, and set model.tokenizer to that "
+    "directory."
 )
+USE_TOOLS = f"Use a template with tools: {ANOTHER_TEMPLATE}"

@@ -511,6 +511,9 @@ class SftDataConfig(Section):
     """Trained part of a chat: `all` turns of the assistant, or the `last` turn; in rows with a prompt, only turns
     of the completion. Plain `text` is trained whole."""
 
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template for all rows, such as `{enable_thinking = false}`; the column of a row wins."""
+
     pack: bool = True
     """Fill micro-batches up to a budget of tokens, several samples a row, which never see each other. Models whose
     tokens meet outside of attention (docs/models.md) get one sample a row, grouped by length. Off:

@@ -27,7 +27,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from holdfast.chat.messages import as_dict
+from holdfast.chat.template import TemplateRefusal
 from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chat.written import ANOTHER_TEMPLATE
 from holdfast.errors import STUCK, DataError, EnvironmentFailure, ProcessKilled, printable, shown
 from holdfast.orchestrator.env.interface import Score, Session, Task, as_messages, as_text, num_characters
 from holdfast.orchestrator.env.judge import JudgeFailure
@@ -78,8 +81,23 @@ def prompt_ids_of(
             token_ids = tokenizer.text_prompt(prompt)
         else:
             token_ids = tokenizer.prompt(prompt, tools=tools)
+            if prompt and as_dict(prompt[-1])["role"] == "assistant":
+                raise ValueError(
+                    "it ends with a message of the assistant, which the policy would not continue: it would answer in "
+                    "a new turn. End the prompt with a message of the user, or write the prompt as text."
+                )
+            if unseen := tokenizer.unseen(prompt, tools=tools):
+                raise ValueError(
+                    f"the chat template of '{tokenizer.name}' leaves out what messages of role `{unseen[0]}` say, so "
+                    "the policy would not see it. Say it in a message of the user, or use another template: "
+                    f"{ANOTHER_TEMPLATE}"
+                )
     except PromptTooLong:
         raise
+    except TemplateRefusal as error:
+        raise EnvironmentFailure(
+            f"{what}: the prompt of its task: {error} Change the messages, or use another template: {ANOTHER_TEMPLATE}"
+        ) from None
     except (TypeError, ValueError, DataError) as error:
         raise EnvironmentFailure(f"{what}: the prompt of its task: {error}") from None
     if not 1 <= len(token_ids) < seq_len:

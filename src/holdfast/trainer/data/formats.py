@@ -65,6 +65,9 @@ class Format:
         Raises:
             ConfigError, DataError: it cannot be trained, or is too long where that is an error; says why.
         """
+        if config.chat_template_kwargs:
+            own = options_of(row.get("chat_template_kwargs"))
+            row = {**row, "chat_template_kwargs": {**config.chat_template_kwargs, **own}}
         sides = [replace(side, value=self.value(row)) for side in self.sides(row, tokenizer, config.train_on)]
         if len(sides) == 1 and "label" not in self.needed and row.get("label") is False:
             raise DataError(
@@ -154,6 +157,14 @@ def _answered(
     if isinstance(prompt, list) and isinstance(answer, list):
         if prompt and answer[: len(prompt)] == prompt:
             raise DataError("the answer begins with the messages of `prompt`, which would come twice: drop that column")
+        last, first = (
+            ends[0].get("role") if ends and isinstance(ends[0], Mapping) else None for ends in (prompt[-1:], answer)
+        )
+        if last == first == "assistant":
+            raise DataError(
+                "the prompt ends with a message of the assistant, and the answer begins with another. Join them into "
+                "one message of the answer."
+            )
         messages = _with_system(row, prompt + answer)
         return _chat(row, messages, tokenizer, train_on, first_trained=len(messages) - len(answer))
     kinds = " and ".join(_kind(value) for value in (prompt, answer))

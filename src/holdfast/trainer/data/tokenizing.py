@@ -426,6 +426,7 @@ def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, format
         "content": _content_of_data(config),
         "split": config.split,
         "train_on": config.train_on,
+        "chat_template_kwargs": config.chat_template_kwargs,
         "on_bad_row": config.on_bad_row,
         # Rows that are too long are bad rows then.
         "seq_len": config.seq_len if config.too_long == "error" else None,
