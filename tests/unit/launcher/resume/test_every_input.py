@@ -91,7 +91,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
         (
             "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "OwnLoss.args",
             "PreferenceLossConfig.type", "WeightsConfig.transport", "_AnyCorrection.type",
-            "SftDataConfig.split", "TrainedModelConfig.attention",
+            "SftDataConfig.split", "SftDataConfig.chat_template_kwargs", "TrainedModelConfig.attention",
         ),
         _ITSELF,
     ),
