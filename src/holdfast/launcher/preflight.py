@@ -37,6 +37,7 @@ from holdfast.process.child import (
 from holdfast.process.gpus import require_vllm
 from holdfast.process.imports import load_function, load_loss, module_command
 from holdfast.protocol.inference import read_admin_token
+from holdfast.run.data_files import find_files
 from holdfast.run.inputs import (
     Survey,
     ask_hub,
@@ -69,7 +70,7 @@ def check_training(config: TrainingCommand) -> None:
     if isinstance(config, SupervisedCommand):
         key = "model.tokenizer" if config.model.tokenizer else "model.name"
         check_tokenizer_path(config.model.tokenizer_name, key=key)
-        check_data_path(config.data.name, key="data.name")
+        check_data_path(config.data.name, key="data.name", split=config.data.split)
     if isinstance(config, DpoConfig) and config.reference_model:
         _check_weights(config.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
@@ -82,7 +83,8 @@ def check_training(config: TrainingCommand) -> None:
         if name:
             _check_weights(name, key=key)
     if config.pretraining is not None:
-        check_data_path(config.pretraining.data.name, key="pretraining.data.name")
+        data = config.pretraining.data
+        check_data_path(data.name, key="pretraining.data.name", split=data.split)
     loss = config.loss
     if isinstance(loss, BuiltInLoss) and loss.aggregation == "constant" and loss.constant_tokens is None:
         raise ConfigError(
@@ -255,7 +257,8 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
 
 def _is_here(config: SupervisedCommand) -> bool:
     """Whether data and tokenizer are files of this machine: a dry run asks no hub."""
-    return Path(config.data.name).exists() and Path(config.model.tokenizer_name).exists()
+    is_here = find_files(config.data.name, key="data.name", split=config.data.split) is not None
+    return is_here and Path(config.model.tokenizer_name).exists()
 
 
 def _survey(config: SupervisedCommand) -> Survey:

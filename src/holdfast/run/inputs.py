@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,9 @@ from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, 
 from holdfast.process.events import report
 from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of, require_weights, verify_checkpoint
+from holdfast.run.data_files import find_files
 from holdfast.run.manifest import MANIFEST_NAME, Verification
 
-_DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2")
-_KINDS = {".jsonl": "JSON", ".json": "JSON", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "CSV", ".txt": "text"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # nor are they to `datasets`
-_PARQUET, _GZIP, _UTF_16 = b"PAR1", b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json", "encoder.json", "spiece*")
 _COPY = "Copy it again from where the model comes from."
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -178,70 +172,10 @@ def check_tokenizer_path(name: str, *, key: str) -> None:
         )
 
 
-def check_data_path(name: str, *, key: str) -> None:
-    """Refuse a local file or directory that is not there, or whose files are of another kind; names of a hub pass.
-    Raise DataError if the file or directory does not exist, or cannot hold rows; ReadError if it cannot be read."""
-    path = Path(name)
-    lower = name.lower()
-    looks_local = name.startswith((".", "/", "~")) or lower.endswith((*_DATA_FILES, *_OTHER_FILES))
-    if not path.exists() and (looks_local or name.count("/") != 1):
-        raise DataError(f"{key} = '{name}': there is no such file or directory (from {Path.cwd()})")
-    try:
-        if path.is_file() and not lower.endswith(_DATA_FILES):
-            raise DataError(
-                f"{key} = '{name}': use a .jsonl, .json or .parquet file (JSON also as .gz), a directory or a hub id."
-            )
-        wrong = _wrong_with_file(path) if path.is_file() else _wrong_with_directory(path) if path.is_dir() else None
-    except OSError as error:
-        raise ReadError.of(path, error) from error
-    if wrong:
-        raise DataError(f"{key} = '{name}' {wrong}")
-
-
-def _wrong_with_file(path: Path) -> str | None:
-    """Return why a file cannot hold rows, by its first and last bytes; None where it may."""
-    suffix, size = path.suffix.lower(), path.stat().st_size
-    with path.open("rb") as file:
-        beginning = file.read(4)
-        file.seek(max(0, size - 4))
-        end = file.read()
-    if not size:
-        return "holds no rows: the file is empty. Write it again, or name another."
-    if suffix == ".parquet" and not beginning == end == _PARQUET:
-        return "is not a Parquet file, or was cut: those begin and end with PAR1. Write it again, or change its suffix."
-    if suffix == ".gz" and not beginning.startswith(_GZIP):
-        return "is not compressed by gzip, and its name ends in .gz: rename it, or compress it."
-    if beginning.startswith(_UTF_16):
-        return f"is in UTF-16, and UTF-8 is read. Convert it: iconv -f UTF-16 -t UTF-8 '{path}' > new.jsonl"
-    return None
-
-
-def _wrong_with_directory(path: Path) -> str | None:
-    """Return why the files of a directory cannot be read as rows; None where they may. `datasets` reads files of one
-    kind and leaves out the others without a word."""
-    if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):  # by `save_to_disk`
-        return None
-    card = path / "README.md"
-    if card.is_file() and b"data_files:" in card.read_bytes():  # it says itself which files hold the rows
-        return None
-    kinds: Counter[str] = Counter()
-    for _, directories, files in os.walk(path):
-        directories[:] = [name for name in directories if not name.startswith((".", "__"))]
-        for name in files:
-            bare = Path(name.lower())
-            suffix = Path(bare.stem).suffix if bare.suffix in _COMPRESSED else bare.suffix
-            if suffix in _KINDS and name not in _NO_ROWS and not name.startswith("."):
-                kinds[_KINDS[suffix]] += 1
-    if len(kinds) > 1:
-        there = ", ".join(f"{number} of {kind}" for kind, number in sorted(kinds.items()))
-        return (
-            f"holds files of several kinds ({there}), of which only one would be read. Move those away that are no "
-            "rows, or give all rows one format."
-        )
-    if not kinds.keys() <= {"JSON", "Parquet"} or not kinds:
-        there = f", but {kinds.total()} of {next(iter(kinds))}" if kinds else ""
-        return f"holds no .jsonl, .json or .parquet file{there}. Name a directory or a file with rows of these formats."
-    return None
+def check_data_path(name: str, *, key: str, split: str | None = None) -> None:
+    """Refuse a local file, directory or glob that is not there, or whose files cannot hold rows; names of a hub pass.
+    Raise DataError if so; ReadError if a file cannot be read. `split`: of a directory; unset: any."""
+    find_files(name, key=key, split=split)
 
 
 def _read_object(path: Path, *, key: str) -> dict[str, Any]:

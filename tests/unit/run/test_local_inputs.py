@@ -94,7 +94,7 @@ def test_kinds_of_files_of_data(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         return refusal(lambda: check_data_path(str(tmp_path / name), key="data.name"))
 
-    assert "use a .jsonl, .json or .parquet file" in said("rows.csv")
+    assert "use a .jsonl, .json, .csv" in said("rows.xlsx")
     assert "no such file" in refusal(lambda: check_data_path(str(tmp_path / "none.csv"), key="data.name"))
     assert "UTF-16" in said("rows.jsonl", "{}".encode("utf-16-be").join([b"\xfe\xff", b""]))
     good = {"ROWS.JSONL": b"{}", "a.parquet": b"PAR1....PAR1", "a.json.gz": b"\x1f\x8b", "b.json": b"["}
@@ -104,26 +104,28 @@ def test_kinds_of_files_of_data(tmp_path: Path) -> None:
     check_data_path("someone/rows", key="data.name")
 
 
-def test_a_directory_of_data_has_files_of_one_kind(tmp_path: Path) -> None:
-    def check() -> None:
-        check_data_path(str(tmp_path), key="data.name")
+def test_a_directory_of_data_is_read_whole_or_refused_with_names(tmp_path: Path) -> None:
+    def check(split: str | None = "train") -> None:
+        check_data_path(str(tmp_path), key="data.name", split=split)
 
     (tmp_path / "deep").mkdir()
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache/b.csv").touch()
     (tmp_path / "dataset_info.json").touch()
     (tmp_path / "notes.md").touch()
-    assert "holds no .jsonl, .json or .parquet file. Name" in refusal(check)
-    (tmp_path / "deep/a.jsonl.zst").touch()
-    (tmp_path / "b.json").touch()
+    assert "holds no .jsonl, .json" in refusal(check)
+    (tmp_path / "deep/a.jsonl").touch()
+    (tmp_path / "c.parquet").write_bytes(b"PAR1....PAR1")
     check()
-    (tmp_path / "c.parquet").touch()
-    assert "(2 of JSON, 1 of Parquet), of which only one would be read" in refusal(check)
-    (tmp_path / "README.md").write_text("---\nconfigs:\n- data_files: c.parquet\n---\n")
+    (tmp_path / "rows.yaml").touch()
+    assert "holds rows.yaml, which cannot be read as rows" in refusal(check)
+    (tmp_path / "rows.yaml").unlink()
+    (tmp_path / "math_test.json").write_text("[]")
+    assert "tell a split, math_test.json (test), and others none, c.parquet, deep/a.jsonl." in refusal(check)
+    check(None)
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: a\n  data_files: c.parquet\n---\n")
     check()
-    (tmp_path / "README.md").write_text("Rows.")
-    (tmp_path / "state.json").touch()
-    check()
+    assert "has the splits ['train']" in refusal(lambda: check("test"))
 
 
 def test_what_cannot_be_read_is_no_damage(tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ from holdfast.chat.tokenizer import load_tokenizer as load_orchestrator_tokenize
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.process.events import report
-from holdfast.run.inputs import check_data_path
+from holdfast.run.data_files import find_files
+from holdfast.run.rows import Rows, read_rows
 from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, has_format
-from holdfast.trainer.data.rows import BadRows, Rows, Sample, read_rows
+from holdfast.trainer.data.rows import BadRows, Sample
 from holdfast.trainer.data.tokenizing import (
     FEW_ROWS,
     CachedSamples,
@@ -69,9 +70,9 @@ def read_samples(
     Raises:
         ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
     """
-    check_data_path(config.name, key="data.name")
+    files = find_files(config.name, key="data.name", split=config.split)
     is_main = mesh is None or mesh.is_main
-    if is_main and not Path(config.name).exists():
+    if is_main and files is None:
         report(f"asking the hub for {config.name}")
     make = partial(_make, config, tokenizer, formats)
     cached = _cached(config, make, mesh) if config.cache_dir != "" else None

@@ -49,11 +49,14 @@ from holdfast.errors import DataError, ProcessDied
 from holdfast.process.child import available_cores, die_with_parent
 from holdfast.process.events import Counted, report
 from holdfast.process.scratch import scratch_directory
-from holdfast.run import atomic
+from holdfast.run import atomic, data_files
+from holdfast.run import rows as row_files
+from holdfast.run.data_files import find_files
+from holdfast.run.rows import Row, Rows, hub_fingerprint
 from holdfast.trainer.data import formats as row_formats
-from holdfast.trainer.data import rows as row_files
+from holdfast.trainer.data import rows as samples_of_rows
 from holdfast.trainer.data.formats import Format
-from holdfast.trainer.data.rows import BadRows, Row, Rows, Sample, hub_fingerprint
+from holdfast.trainer.data.rows import BadRows, Sample
 
 _log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
@@ -151,14 +154,14 @@ def _encode_chunk(rows: Rows, encode: Encode, index: int) -> Chunk:
     chunk = Chunk(index)
     encoded: list[Encoded] = []
     try:
-        for number, row in rows.take(index * _CHUNK_ROWS, (index + 1) * _CHUNK_ROWS):
+        for where, row in rows.take(index * _CHUNK_ROWS, (index + 1) * _CHUNK_ROWS):
             if isinstance(row, DataError):
                 chunk.bad += BadRows(1, (str(row),))
                 continue
             try:
                 parts = encode(row)
             except DataError as error:
-                chunk.bad += BadRows(1, (f"row {number}: {error}",))
+                chunk.bad += BadRows(1, (f"{where}: {error}",))
                 continue
             encoded += parts
             chunk.num_rows += 1
@@ -371,8 +374,8 @@ _SAMPLES, _ABOUT = "samples.arrow", "about.json"
 _BLOCK_BYTES = 1 << 24
 # The modules that make tokens of rows. Their code is part of the name: a mended template must not leave old tokens.
 _CODE = (
-    *(masking, messages, template, written, chat_forms, chat_tokenizer, row_files, row_formats),
-    sys.modules[__name__],
+    *(masking, messages, template, written, chat_forms, chat_tokenizer),
+    *(data_files, row_files, samples_of_rows, row_formats, sys.modules[__name__]),
 )
 _LIBRARIES = ("holdfast", "tokenizers", "jinja2", "datasets", "pyarrow")
 _TIME_OF_DAY = re.compile(r"%[-_0^#EO]*[HIklMSfspPXcTRr+]")
@@ -501,14 +504,13 @@ def make_cached(
 
 
 def _content_of_data(config: SftDataConfig) -> str:
-    """Return what tells the rows of a dataset: a digest of a file, or of all files of a directory, or the revision."""
-    path = Path(config.name)
-    if path.is_file():
-        return f"{''.join(path.suffixes[-2:])} {_digest_of_file(path)}"
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return json.dumps([(str(file.relative_to(path)), _digest_of_file(file)) for file in files])
-    return f"hub {config.name} {hub_fingerprint(config.name, split=config.split)}"
+    """Return what tells the rows of a dataset: the names and digests of its files, or the revision."""
+    files = find_files(config.name, key="data.name", split=config.split)
+    if files is None:
+        return f"hub {config.name} {hub_fingerprint(config.name, split=config.split)}"
+    # The name of the only file is in no message, and its suffixes say how it is read.
+    labels = ["".join(files[0].path.suffixes[-2:])] if len(files) == 1 else [file.label for file in files]
+    return json.dumps([(label, _digest_of_file(file.path)) for label, file in zip(labels, files, strict=True)])
 
 
 def _digest_of_cached(samples: Path, about: About) -> str:

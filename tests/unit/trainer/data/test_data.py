@@ -75,7 +75,7 @@ def refused(path: Path, tokenizer: Tokenizer, **config: Any) -> str:
     [
         ("gone.parquet", None, r"/gone\.parquet"),
         ("gone", None, "/gone"),
-        ("a.txt", b"text", r"\.jsonl, \.json or \.parquet"),
+        ("a.txt", b"text", r"use a \.jsonl, \.json, "),
         ("broken.jsonl", b'{"prompt": "a", "completion": ', r"broken\.jsonl"),
         ("broken.parquet", b"PAR1 but not really", r"broken\.parquet"),
         ("empty.jsonl", b"", r"empty\.jsonl"),

@@ -151,7 +151,8 @@ def test_the_name_follows_what_tokens_depend_on(config: SftDataConfig, tokenizer
     folder.mkdir()
     for path in (elsewhere, folder / "rows.jsonl"):
         path.write_bytes(Path(config.name).read_bytes())
-    assert {key(name=str(elsewhere)), key(batch_size=3), key(cache_dir="/other")} == {key()}
+    assert {key(name=str(elsewhere)), key(name=str(folder)), key(batch_size=3), key(cache_dir="/other")} == {key()}
+    (folder / "more.jsonl").write_text("{}")
     assert key(too_long="drop") == key(too_long="drop", seq_len=9)
     keys = [
         key(), key(too_long="drop"), key(train_on="last"), key(split="test"), key(seq_len=65), key(name=str(folder)),
