@@ -481,9 +481,9 @@ class SftDataConfig(Section):
     """The source of samples, and how they become batches."""
 
     name: str = ""
-    """Needed: a .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
-    dataset on a hub. Rows have `messages`; or `prompt` and `completion`; or `conversations` (ShareGPT); or
-    `instruction`, `input` and `output` (Alpaca); or `text`: see docs/data.md."""
+    """Needed: a .jsonl, .json, .csv, .parquet or .arrow file (JSON and CSV also as .gz or .zst), a directory of such
+    files or of `save_to_disk`, a glob, or a dataset on a hub. Rows have `messages`; or `prompt` and `completion`; or
+    `conversations` (ShareGPT); or `instruction`, `input` and `output` (Alpaca); or `text`: see docs/data.md."""
 
     split: str = "train"
     """Split to read, for directories and hub datasets that have several."""

@@ -272,7 +272,7 @@ def _files_of_card(path: Path, what: str, split: str | None) -> list[DataFile]:
 
 
 def _patterns(data_files: object) -> Iterator[tuple[str, str]]:
-    """Yield (split, pattern) of what a card may say: a path, a list of paths, or splits with one or the other."""
+    """Yield (split, pattern) of a card, which has a path, a list of paths, or splits with one or the other."""
     if isinstance(data_files, Mapping):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
     for one in data_files if isinstance(data_files, list) else [data_files]:

@@ -1,9 +1,9 @@
-"""Environment `jsonl`: prompts and right answers from a JSON-lines file, with a choice of scorers (reward 0 to 1)."""
+"""Environment `jsonl`: prompts and right answers from files of rows, with a choice of scorers (reward 0 to 1)."""
 
 from __future__ import annotations
 
+import glob
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from holdfast.orchestrator.env.interface import Environment, Message, Score, Ses
 from holdfast.orchestrator.env.judge import Judge
 from holdfast.orchestrator.env.math_answers import MathAnswers
 from holdfast.process.imports import load_function
+from holdfast.run.rows import Row, read_rows
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
@@ -96,9 +97,15 @@ SCORERS: dict[str, Scorer] = {"exact": exact, "contains": contains, "lcs": lcs, 
 
 @dataclass(frozen=True)
 class Question(Task):
-    """A row of the file, with the fields that a judge sees, by their names in its prompt."""
+    """A row of the file.
+
+    Attributes:
+        fields: what a judge sees, by the names in its prompt.
+        answers: all right answers, if there are several.
+    """
 
     fields: Mapping[str, str] = field(default_factory=dict)
+    answers: tuple[str, ...] = ()
 
 
 class Jsonl(Environment):
@@ -113,18 +120,22 @@ class Jsonl(Environment):
         pattern: str | None = None,
         shuffle: bool = True,
         judge: JudgeConfig | None = None,
+        split: str = "train",
     ) -> None:
-        """Read the whole file.
+        """Read all rows.
 
         Args:
-            path: the file, one JSON object per line.
+            path: a file, directory or glob, as `data.name` of `sft` takes it.
             prompt: column of the question: text, or a list of {role, content}.
-            answer: column of the right answer, text or a number; not needed for a judge whose prompt does not name it.
+            answer: column of the right answer, text or a number, or a list of several right answers, of which the best
+                match counts; not needed for a judge whose prompt does not name it. `reward_model.ground_truth` is a key
+                inside a column.
             scorer: `exact`, `contains`, `lcs`, `number`, `regex`, `math_verify`, `judge`, or `module:function` for one
                 of your own, from completion and right answer to a number.
             pattern: with `regex`: what to find; the last match (its first group) is compared.
             shuffle: a new order every epoch, from the run's seed; off: file order.
             judge: with `judge`: whom to ask. Its prompt may name `{completion}`, `{prompt}`, `{answer}` and columns.
+            split: which files of a directory, if the names of all tell a split.
         """
         if (judge is not None) != (scorer == "judge"):
             given = "a judge" if judge is not None else "no judge"
@@ -134,7 +145,7 @@ class Jsonl(Environment):
             raise ConfigError("jsonl: judge.prompt has no {completion}: the judge would not see what it is to score")
         self._score = _find_scorer(scorer, pattern)
         self._scorer_name = scorer.partition(":")[2] or scorer
-        self._tasks = _read_tasks(path, prompt, answer, self._judge.fields if self._judge is not None else None)
+        self._tasks = _read_tasks(path, split, prompt, answer, self._judge.fields if self._judge else None)
         self.num_tasks = len(self._tasks)
         self._shuffle = shuffle
 
@@ -149,7 +160,9 @@ class Jsonl(Environment):
             assert isinstance(task, Question)
             return await self._judged(self._judge, task, sessions)
         assert self._score is not None
-        rewards = [await result_of(self._score(session.completion, task.answer)) for session in sessions]
+        answers = (isinstance(task, Question) and task.answers) or (task.answer,)
+        scores = [[await result_of(self._score(one.completion, answer)) for answer in answers] for one in sessions]
+        rewards = [max(found) for found in scores]
         return [Score(reward, {self._scorer_name: reward}) for reward in rewards]
 
     async def _judged(self, judge: Judge, task: Question, sessions: Sequence[Session]) -> list[Score]:
@@ -195,68 +208,66 @@ def _users_scorer(name: str) -> Callable[[str, str], Any]:
     return scorer
 
 
-def _read_tasks(path: Path, prompt: str, answer: str, fields: Sequence[str] | None) -> list[Task]:
-    """Return the tasks of a file with the columns `prompt` and `answer`; `fields` are the fields of a judge's
-    prompt."""
-    try:
-        if not path.is_dir() and path.exists() and not path.is_file():  # it may have no end, or no writer
-            raise DataError(f"jsonl: {path.absolute()} is not a regular file, but a pipe or a device")
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"jsonl: {path.absolute()} is not UTF-8: {error}") from None
-    except OSError as error:
-        there = sorted(entry.name for entry in path.parent.glob("*.jsonl")) if path.parent.is_dir() else []
-        beside = f" {path.parent} has: {', '.join(there)}." if there else ""
-        raise DataError(
-            f"jsonl: {path.absolute()} cannot be read ({error.strerror}).{nearest(path.name, there)}{beside}"
-        ) from None
-    tasks = [
-        _read_task(line, prompt, answer, fields, where=f"{path}:{number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not tasks:
-        raise DataError(f"jsonl: {path} has no rows")
+def _read_tasks(path: Path, split: str, prompt: str, answer: str, fields: Sequence[str] | None) -> list[Task]:
+    """Return the tasks of rows with the columns `prompt` and `answer`; `fields` are the fields of a judge's prompt."""
+    name = str(path) if path.exists() or glob.has_magic(str(path)) else str(path.absolute())  # not a name of a hub
+    rows = read_rows(name, split=split, key="jsonl: path", prefix=lambda file, _: f"{file.path}:")
+    tasks = []
+    for where, row in rows.take(0, len(rows)):
+        if isinstance(row, DataError):
+            raise row
+        tasks.append(_read_task(row, prompt, answer, fields, where=where))
     return tasks
 
 
-def _read_task(line: str, prompt: str, answer: str, fields: Sequence[str] | None, *, where: str) -> Task:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where} is not JSON: {error.msg} at character {error.pos + 1}. Each line must be one whole object: mend "
-            "the line, or write the file again."
-        ) from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is {type(row).__name__}, expected an object with '{prompt}' and '{answer}'")
+def _read_task(row: Row, prompt: str, answer: str, fields: Sequence[str] | None, *, where: str) -> Task:
     needed = {prompt: "the argument `prompt`"}
     if fields is None or "answer" in fields:
         needed[answer] = "the argument `answer`"
     of_judge = [name for name in fields or () if name not in ("completion", "prompt", "answer")]
     needed |= {name: f"`judge.prompt`, which has {{{name}}}" for name in of_judge}
-    for column, named_by in needed.items():
-        if column not in row:
-            raise DataError(
-                f"{where} has no column '{column}'.{nearest(column, row)} Columns there: {', '.join(row) or 'none'}. "
-                f"Name the right one with {named_by}."
-            )
+    values = {column: _value(row, column, named_by, where) for column, named_by in needed.items()}
     for column in ("tools", "documents", "chat_template_kwargs"):
         if row.get(column) and column not in needed:
             raise DataError(
                 f"{where} has `{column}`, which prompts of rl do not take, so they would not be those of sft. Write "
                 "what the policy must see into the messages, and remove the column."
             )
-    right = _plain(row[answer], f"{where}: '{answer}'") if answer in needed else ""
-    messages = _messages(row[prompt], f"{where}: '{prompt}'")
-    if fields is None:
-        return Task(prompt=messages, answer=right)
-    judged = {name: _plain(row[name], f"{where}: '{name}'") for name in of_judge}
-    if "prompt" in fields:
-        judged["prompt"] = _as_text(row[prompt], messages)
-    if "answer" in fields:
-        judged["answer"] = right
-    return Question(prompt=messages, answer=right, fields=judged)
+    right = _answers(values[answer], answer, where) if answer in needed else ("",)
+    messages = _messages(values[prompt], f"{where}: '{prompt}'")
+    if fields is None and len(right) == 1:
+        return Task(prompt=messages, answer=right[0])
+    judged = {name: _plain(values[name], f"{where}: '{name}'") for name in of_judge}
+    if "prompt" in (fields or ()):
+        judged["prompt"] = _as_text(values[prompt], messages)
+    if "answer" in (fields or ()):
+        judged["answer"] = "\n".join(right)
+    return Question(prompt=messages, answer=right[0], fields=judged, answers=right)
+
+
+def _value(row: Row, column: str, named_by: str, where: str) -> Any:
+    """Return a column, or, if no column has that name, what the path `column` leads to, such as `a.b`."""
+    value: Any = row
+    for part in [column] if column in row else column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            there = value if isinstance(value, Mapping) else {}
+            raise DataError(
+                f"{where} has no column '{column}'.{nearest(part, there)} Columns there: {', '.join(there) or 'none'}. "
+                f"Name the right one with {named_by}."
+            )
+        value = value[part]
+    return value
+
+
+def _answers(value: Any, answer: str, where: str) -> tuple[str, ...]:
+    if isinstance(value, list) and value:
+        return tuple(_plain(one, f"{where}: an answer in '{answer}'") for one in value)
+    if isinstance(value, Mapping) and value:
+        raise DataError(
+            f"{where}: '{answer}' is an object, expected text, a number or a list of them. Name a key of it with the "
+            f"argument `answer`, such as {', '.join(repr(f'{answer}.{key}') for key in value)}."
+        )
+    return (_plain(value, f"{where}: '{answer}'"),)
 
 
 def _plain(value: Any, where: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,7 +115,7 @@ def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Pa
     check(f"{__name__}:NeedsWord", word="bad")
     with pytest.raises(ConfigError, match=r"environments\[1\].id: .*no environment 'NeedsWords'"):
         check(f"{__name__}:NeedsWords")
-    with pytest.raises(DataError, match="no.jsonl cannot be read"):
+    with pytest.raises(DataError, match="no.jsonl': there is no such file"):
         check("jsonl", path=str(tmp_path / "no.jsonl"))
 
 
@@ -167,11 +170,12 @@ def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
         ([{"prompt": "q", "answr": "a", "id": 1}], "Columns there: prompt, answr, id"),
         (["{not json}"], "rows.jsonl:1 is not JSON"),
         ([{"prompt": "a", "answer": "b", "tools": [{"name": "f"}]}], "rows.jsonl:1 has `tools`, which prompts of rl"),
-        ([[1, 2]], "rows.jsonl:1 is list, expected an object"),
-        ([{"prompt": "q", "answer": ["a"]}], "'answer' is \\['a'\\], expected text or a number"),
+        ([_ROW, [1, 2]], "rows.jsonl:2 is list, expected an object"),
+        ([{"prompt": "q", "answer": [["a"]]}], "an answer in 'answer' is \\['a'\\], expected text or a number"),
+        ([{"prompt": "q", "answer": {"truth": 4}}], "is an object.*such as 'answer.truth'"),
         ([{"prompt": [{"role": "user"}], "answer": "a"}], "rows.jsonl:1: 'prompt' is .*expected text or a list"),
         ([{"prompt": [], "answer": "a"}], "empty list of messages"),
-        ([], "has no rows"),
+        ([], "holds no rows"),
     ],
 )
 def test_jsonl_names_file_line_and_what_is_there(tmp_path: Path, rows: list[Any], said: str) -> None:
@@ -186,10 +190,27 @@ def test_jsonl_lines_end_where_those_of_json_do(tmp_path: Path) -> None:
     path.write_bytes(b'{"prompt": "\xff", "answer": "c"}\n')
     with pytest.raises(DataError, match="is not UTF-8"):
         Jsonl(path)
-    with pytest.raises(DataError, match=r"cannot be read \(No such file.*Did you mean 'rows.jsonl'\?"):
+    with pytest.raises(DataError, match=r"there is no such file.*Did you mean 'rows.jsonl'\?"):
         Jsonl(tmp_path / "row.jsonl")
-    with pytest.raises(DataError, match="/dev/null is not a regular file, but a pipe or a device"):
+    with pytest.raises(DataError, match="/dev/null' is not a regular file, but a pipe or a device"):
         Jsonl(Path("/dev/null"))
+
+
+def test_jsonl_reads_what_the_trainers_read_and_takes_nested_and_several_answers(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n}", "reward_model": {"style": "rule", "truth": [str(n), "x"]}} for n in range(3)]
+    (tmp_path / "rows").mkdir()
+    write_rows(tmp_path / "rows/a.jsonl", *rows[:2])
+    (tmp_path / "rows/b.json").write_text("\ufeff" + json.dumps(rows[2:]))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("rows", "rows/*", "a.jsonl.gz", "a.parquet"):
+        environment = Jsonl(tmp_path / name, answer="reward_model.truth", shuffle=False)
+        tasks = [environment.make_task(seed(n)) for n in range(3)]
+        assert [(task.prompt, task.answer) for task in tasks] == [
+            ((Message("user", f"q{n}"),), str(n)) for n in range(3)
+        ]
+        sessions: Any = [SimpleNamespace(completion=text) for text in ("1", "x", "y")]
+        assert [score.reward for score in asyncio.run(environment.score(tasks[1], sessions))] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
