@@ -133,10 +133,10 @@ class PreferenceDataConfig(SftDataConfig):
     """The source of pairs, and how they become batches."""
 
     name: str = ""
-    """Needed: a .jsonl, .json or .parquet file (JSON also as .gz), a directory of such files or of `save_to_disk`, or a
-    dataset on a hub. Rows have `prompt`, `chosen` and `rejected` (all text, or all lists of messages), or `chosen`
-    and `rejected` whose common beginning is the prompt; or, for `kto`, `prompt`, `completion` and `label`: see
-    docs/data.md."""
+    """Needed: a .jsonl, .json, .csv, .parquet or .arrow file (JSON and CSV also as .gz or .zst), a directory of such
+    files or of `save_to_disk`, a glob, or a dataset on a hub. Rows have `prompt`, `chosen` and `rejected` (all text, or
+    all lists of messages), or `chosen` and `rejected` whose common beginning is the prompt; or, for `kto`, `prompt`,
+    `completion` and `label`: see docs/data.md."""
 
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the pairs held out for validation, chosen by `seed`."""

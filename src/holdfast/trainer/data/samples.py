@@ -31,6 +31,7 @@ from holdfast.process.events import report
 from holdfast.run.data_files import find_files
 from holdfast.run.rows import Rows, read_rows
 from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, has_format
+from holdfast.trainer.data.mistaken import refuse_mistaken
 from holdfast.trainer.data.rows import BadRows, Sample
 from holdfast.trainer.data.tokenizing import (
     FEW_ROWS,
@@ -105,6 +106,7 @@ def open_dataset(config: SftDataConfig, formats: tuple[Format, ...], *, is_repor
     if first is None:
         BadRows(len(rows), tuple(str(row) for _, row in rows.take(0, 10))).settle(config, len(rows))
     assert first is not None, "settle has raised"
+    refuse_mistaken(first, formats, name=config.name)
     form = find_format(first, formats, name=config.name)
     if is_reported:
         unused = form.unused(first)

@@ -104,6 +104,18 @@ def test_an_empty_directory_missing_columns_and_messages_are_named(tokenizer: To
     assert "row 3: it has no `messages`; it has nothing else" in said
 
 
+def test_rows_of_other_programs_are_refused_with_the_way_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for row, said in (
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "which `dpo` and `reward-model` train"),
+        ({"instruction": "a", "context": "b", "response": "c"}, "Rename `context` to `input`, and `response`"),
+        ({"instruction": "a", "context": "b", "output": "c"}, "Rename `context` to `input`"),
+    ):
+        assert said in refused(write(tmp_path / "a.jsonl", [row]), tokenizer)
+    row = {"conversations": [], "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}
+    with pytest.raises(DataError, match="holds pairs of LLaMA-Factory. Write `conversations` as `prompt`"):
+        load_pairs(SftDataConfig(name=str(write(tmp_path / "b.jsonl", [row]))), tokenizer)
+
+
 def test_samples_that_are_too_long(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "a.jsonl", TEXT_ROWS)
     message = refused(path, tokenizer, seq_len=7)
