@@ -112,13 +112,14 @@ def _tables_of(
     chooser: ByType | None = None,
 ) -> Iterator[Table]:
     settings, below = [], []
+    rates = getattr(SETTINGS[command], "rates", {}) if key == "optim" else {}
     for name, (info, description) in _fields_of(models).items():
         place = f"{key}.{name}" if key else name
         inner, below_it = models_in(info.annotation)
         if not inner or default_of(info) not in ("unset", ""):
             free = is_free(SETTINGS[command], place) if command in _RESUMES else None
             given = {one: fields[name] for one, model in models.items() if name in (fields := model.model_fields)}
-            allowed, default = kind(info), _defaults(given)
+            allowed, default = kind(info), json.dumps(rates[name]) if name in rates else _defaults(given)
             if chooser is not None and name == chooser.key:
                 allowed, default = " or ".join(map(json.dumps, models)), json.dumps(chooser.default)
             settings.append(Setting(place, allowed, default, description, free))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from holdfast.config.training import OptimConfig, TrainedModelConfig
+from holdfast.config.training import AdamWConfig, TrainedModelConfig
 from holdfast.run.manifest import FileEntry
 from holdfast.trainer.checkpoint.commit import Storage
 from holdfast.trainer.checkpoint.dcp import ShardWriter
@@ -33,7 +33,7 @@ def state_maker(tiny_model: Callable[..., Path], mesh: Mesh) -> MakeState:
     def make(*, seed: int = 0, steps: int = 0, weights: bool = True, **model: Any) -> TrainState:
         config = TrainedModelConfig(name=str(tiny_model(**model)), init="random")
         policy = build_policy(config, mesh, seed=seed, weights=weights)
-        state = TrainState(policy, build_optimizer(policy, OptimConfig(lr=0.01)), Progress())
+        state = TrainState(policy, build_optimizer(policy, AdamWConfig(lr=0.01)), Progress())
         train(state, steps)
         return state
 

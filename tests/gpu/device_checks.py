@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
 from holdfast.config.rl_trainer import CollectiveWeights
-from holdfast.config.training import OptimConfig, SftDataConfig, TrainedModelConfig
+from holdfast.config.training import AdamWConfig, SftDataConfig, TrainedModelConfig
 from holdfast.inference import transfer
 from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
 from holdfast.protocol.transfer import Offer, Transfer
@@ -178,7 +178,7 @@ def speed(place: Place, mesh: Mesh) -> None:
         )  # fmt: skip
         with place.peak_mib() as peak:
             policy = build_policy(config, mesh, seed=0)
-            optimizer = build_optimizer(policy.hf_model, OptimConfig())
+            optimizer = build_optimizer(policy.hf_model, AdamWConfig())
 
             def step(policy: Policy = policy, optimizer: torch.optim.Optimizer = optimizer) -> None:
                 supervised_step(policy, samples, data, mesh)

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from holdfast.config import DpoConfig
 from holdfast.config.preference import PreferenceDataConfig
-from holdfast.config.training import OptimConfig, ParallelConfig, SftDataConfig, TrainedModelConfig
+from holdfast.config.training import (
+    AdamWConfig,
+    AnyOptim,
+    MuonConfig,
+    ParallelConfig,
+    SftDataConfig,
+    TrainedModelConfig,
+)
 from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.lora import whole_tensors
@@ -46,13 +53,13 @@ EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 RESUMED = "halves of experts"
 MEASURED = "copies of slices"
-RUNS: dict[str, tuple[dict[str, Any], OptimConfig]] = {
-    "adamw": ({}, OptimConfig(lr=1e-2, eps=1e-2, max_grad_norm=float("inf"))),
-    "muon": ({}, OptimConfig(type="muon", lr=1e-2, max_grad_norm=0.5)),
-    "compact": ({}, OptimConfig(lr=1e-2, eps=1e-2, moments_dtype="bfloat16")),
-    "lora": (LORA, OptimConfig(lr=1e-2, max_grad_norm=0.5)),
-    "clipped": ({}, OptimConfig(lr=1e-2, eps=1e-2, max_grad_norm=0.5)),
-    "adapters": ({"lora": {"rank": 2}}, OptimConfig(lr=1e-2, max_grad_norm=0.5)),
+RUNS: dict[str, tuple[dict[str, Any], AnyOptim]] = {
+    "adamw": ({}, AdamWConfig(lr=1e-2, eps=1e-2, max_grad_norm=float("inf"))),
+    "muon": ({}, MuonConfig(lr=1e-2, max_grad_norm=0.5)),
+    "compact": ({}, AdamWConfig(lr=1e-2, eps=1e-2, moments_dtype="bfloat16")),
+    "lora": (LORA, AdamWConfig(lr=1e-2, max_grad_norm=0.5)),
+    "clipped": ({}, AdamWConfig(lr=1e-2, eps=1e-2, max_grad_norm=0.5)),
+    "adapters": ({"lora": {"rank": 2}}, AdamWConfig(lr=1e-2, max_grad_norm=0.5)),
 }
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast.config.algorithm import UpdatesConfig
 from holdfast.config.policy_losses import PolicyLossConfig
-from holdfast.config.training import OptimConfig, TrainedModelConfig
+from holdfast.config.training import MuonConfig, TrainedModelConfig
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
@@ -112,7 +112,7 @@ def taught(model_dir: Path, mesh: Mesh, *, shares: bool = False) -> dict[str, Te
 def stepped(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     """Return the weights after two steps of Muon with gradients that are drawn, the same for any ranks. Collective."""
     policy = build_policy(TrainedModelConfig(name=str(model_dir)), mesh, seed=0)
-    optimizer = build_optimizer(policy.hf_model, OptimConfig(type="muon", weight_decay=0.1))
+    optimizer = build_optimizer(policy.hf_model, MuonConfig(weight_decay=0.1))
     generator = torch.Generator().manual_seed(0)
     for lr in (0.01, 0.02):
         for parameter in policy.hf_model.parameters():

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from holdfast.config.base import KlEstimator, Section
-from holdfast.config.training import OptimConfig, SftDataConfig
+from holdfast.config.training import AdamWConfig, AnyOptim, SftDataConfig
 
 
 class KlConfig(Section):
@@ -73,7 +73,7 @@ class CriticConfig(Section):
     name: str | None = Field(default=None, min_length=1)
     """Model directory or hub name to start from, also a reward model; unset: `model.name`."""
 
-    optim: OptimConfig = Field(default_factory=OptimConfig)
+    optim: AnyOptim = Field(default_factory=AdamWConfig)
     """The critic's optimizer and learning-rate schedule."""
 
     warmup_steps: int = Field(default=0, ge=0)

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from holdfast.config.base import Section
 from holdfast.config.by_type import ByType, models_by_type
-from holdfast.config.training import DpoOptimConfig, EvaluatedCommand, SftDataConfig, SupervisedCommand
+from holdfast.config.training import EvaluatedCommand, SftDataConfig, SupervisedCommand
 
 
 class PreferenceLossConfig(Section):
@@ -168,9 +168,7 @@ class DpoConfig(EvaluatedCommand):
     """Preference optimisation: `uv run dpo @ configs/reverse_text/dpo.toml`."""
 
     program = "dpo"
-
-    optim: DpoOptimConfig = Field(default_factory=DpoOptimConfig)
-    """Optimizer and learning-rate schedule."""
+    rates = {"lr": 1e-6, "schedule": "linear"}
 
     data: PreferenceDataConfig = Field(default_factory=PreferenceDataConfig)
     """Pairs and batches."""

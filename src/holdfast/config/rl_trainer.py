@@ -34,7 +34,7 @@ from holdfast.config.by_type import ByType
 from holdfast.config.marks import Mark, Picked
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.policy_losses import AnyPolicyLoss, DapoLoss
-from holdfast.config.training import PolicyOptimConfig, TrainingCommand
+from holdfast.config.training import TrainingCommand
 from holdfast.config.view import AlertsConfig
 from holdfast.errors import ConfigError, nearest
 from holdfast.process.imports import check_name
@@ -187,9 +187,7 @@ class TrainerConfig(TrainingCommand):
     """The trainer of an RL run; it trains on the batches that the orchestrator journals."""
 
     program = "rl"
-
-    optim: PolicyOptimConfig = Field(default_factory=PolicyOptimConfig)
-    """Optimizer and learning-rate schedule of the policy."""
+    rates = {"lr": 1e-6}
 
     loss: AnyPolicyLoss = Field(default_factory=DapoLoss)
     """Policy loss."""

@@ -3,6 +3,9 @@
 The schedule is a pure function of settings and step, so a checkpoint holds no scheduler state.
 """
 
+# Types narrow the type of their base, which nobody sets.
+# pyright: reportIncompatibleVariableOverride=false
+
 import math
 import re
 from collections.abc import Mapping
@@ -12,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import BY_DEVICE, CkptConfig, Command, DType, LogFormat, ModelConfig, Section
+from holdfast.config.by_type import ByType
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.evaluation import CheckpointEvalConfig
 from holdfast.config.marks import Mark, Picked, marked
@@ -232,21 +236,18 @@ then differ by the share 2^-8 / (1 - decay): 8 % of v at the default 0.95, a ten
 class OptimConfig(Section):
     """Optimizer, gradient clipping and the learning-rate schedule."""
 
-    type: Literal["adamw", "muon"] = "adamw"
+    type: str
     """`adamw`, or `muon` for the matrices of the decoder layers, with AdamW for embeddings, head, norms, biases and
     stacked experts. Muon's updates are scaled to the size of AdamW's, so the same rates suit both."""
 
     lr: Annotated[float, Mark.RATE] = Field(default=1e-5, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. Unset, adapters (LoRA) have ten times as much."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
 
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
-
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Decay rate of Muon's momentum."""
 
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of AdamW's two moments and Muon's momentum in memory and in checkpoints. `bfloat16` halves their bytes, as
@@ -265,8 +266,9 @@ class OptimConfig(Section):
     schedule_steps: int | None = Field(default=None, ge=1)
     """Last step of the schedule; unset: max_steps. Later steps keep its rate."""
 
-    warmup_steps: Annotated[int, Mark.RATE] = Field(default=0, ge=0)
-    """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`."""
+    warmup_steps: Annotated[int, Mark.RATE] = Field(default=0, ge=0, validate_default=False)
+    """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`. Unset: a tenth of all
+    steps if the rate falls in `sft`, `dpo` or `reward-model`, else none."""
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule falls towards `lr` times this, which a step after its last would have."""
@@ -279,11 +281,10 @@ class OptimConfig(Section):
         return betas
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> Self:
-        if self.type == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
-            raise ValueError(f"momentum = {self.momentum:g} is for type = 'muon': leave it out, or set betas")
+    def _moments_move(self) -> Self:
         if self.moments_dtype == "bfloat16" and not self.fits_bfloat16:
-            given = f"betas = {list(self.betas)}" + f" and momentum = {self.momentum:g}" * (self.type == "muon")
+            rates = self.model_dump(mode="json", include={"betas", "momentum"})
+            given = " and ".join(f"{name} = {rate}" for name, rate in rates.items())
             raise ValueError(
                 f"moments_dtype = 'bfloat16' needs decay rates of at most {MAX_BFLOAT16_DECAY:g}, got {given}: a "
                 "step changes a slower moment by less than bfloat16 can hold, and the moment stands still. Lower the "
@@ -294,8 +295,7 @@ class OptimConfig(Section):
     @property
     def fits_bfloat16(self) -> bool:
         """Whether every moment decays fast enough to be held in bfloat16."""
-        rates = (*self.betas, self.momentum) if self.type == "muon" else self.betas
-        return max(rates) <= MAX_BFLOAT16_DECAY
+        return max(self.betas) <= MAX_BFLOAT16_DECAY
 
     def check_warmup(self, max_steps: int, section: str) -> None:
         """Check that warm-up ends before the schedule does.
@@ -322,42 +322,27 @@ class OptimConfig(Section):
             )
 
 
-class PolicyOptimConfig(OptimConfig):
-    """Optimizer, gradient clipping and schedule, with the rate for a policy that is improved and not taught from
-    scratch."""
+class AdamWConfig(OptimConfig):
+    """AdamW."""
 
-    lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate. Unset, LoRA has ten times as much."""
+    type: Literal["adamw"] = "adamw"
 
 
-class SupervisedOptimConfig(OptimConfig):
-    """Optimizer, gradient clipping and schedule of training on rows of data."""
+class MuonConfig(OptimConfig):
+    """Muon, with AdamW for what Muon is not for."""
 
-    lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate. Unset, LoRA has ten times as much."""
+    type: Literal["muon"] = "muon"
 
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Shape of the learning rate after warm-up, until `schedule_steps`: `constant`, or a line or half a cosine that
-    begins at `lr`."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum."""
 
-    warmup_steps: int = Field(default=0, ge=0, validate_default=False)
-    """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`. Unset: a tenth of all
-    steps, and none with a `constant` schedule."""
-
-
-class SftOptimConfig(SupervisedOptimConfig):
-    """Optimizer, gradient clipping and schedule of `sft`."""
-
-    lr: float = Field(default=2e-5, gt=0)
-    """Peak learning rate. Unset, LoRA has ten times as much."""
+    @property
+    def fits_bfloat16(self) -> bool:
+        """Whether every moment decays fast enough to be held in bfloat16."""
+        return super().fits_bfloat16 and self.momentum <= MAX_BFLOAT16_DECAY
 
 
-class DpoOptimConfig(SupervisedOptimConfig):
-    """Optimizer, gradient clipping and schedule of `dpo`."""
-
-    lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate. Unset, LoRA has ten times as much."""
-
+AnyOptim = Annotated[AdamWConfig | MuonConfig, ByType("adamw")]
 
 _LORA_RATE = 10
 """Schulman et al. 2025, LoRA Without Regret: the best rate of adapters is about ten times the rate of whole weights."""
@@ -370,6 +355,9 @@ class TrainingCommand(Command):
 
     program: ClassVar[str]
     """Name of the program: of its command, its module in `holdfast.trainer.programs`, and in its checkpoints."""
+
+    rates: ClassVar[Mapping[str, Any]] = {}
+    """The program's values of unset settings of `optim`, if they are not the defaults."""
 
     max_steps: Annotated[int, Mark.FREE] = Field(default=100, ge=1)
     """Train until this optimizer step (counted from the start of the run, also on resume)."""
@@ -394,7 +382,7 @@ class TrainingCommand(Command):
     model: TrainedModelConfig = Field(default_factory=TrainedModelConfig)
     """The model to train."""
 
-    optim: OptimConfig = Field(default_factory=OptimConfig)
+    optim: AnyOptim = Field(default_factory=AdamWConfig)
     """Optimizer and learning-rate schedule."""
 
     parallel: Annotated[ParallelConfig, Mark.FREE] = Field(default_factory=ParallelConfig)
@@ -431,10 +419,10 @@ class TrainingCommand(Command):
             kept: the same settings of the resumed run, which come first.
         """
         given = set(self.optim.model_fields_set)
-        values: dict[str, Any] = {}
+        values = {"lr": OptimConfig.model_fields["lr"].default, **self.rates}
         if self.model.lora is not None:
-            values["lr"] = float(f"{_LORA_RATE * type(self.optim).model_fields['lr'].default:g}")
-        if isinstance(self.optim, SupervisedOptimConfig) and self.optim.schedule != "constant":
+            values["lr"] = float(f"{_LORA_RATE * values['lr']:g}")
+        if "schedule" in self.rates and (self.optim.schedule != "constant" or "schedule" not in given):
             values["warmup_steps"] = (self.optim.schedule_steps or self.max_steps) // _WARMUP_SHARE
         values |= {name: kept[name] for name in RATES if name in kept}
         self.optim = self.optim.model_copy(update={name: value for name, value in values.items() if name not in given})
@@ -536,15 +524,13 @@ class SupervisedCommand(TrainingCommand):
     """Settings of every training program on rows of data."""
 
     alternatives = (("max_steps", "epochs"), ("epochs", "max_steps"))
+    rates = {"schedule": "linear"}
 
     max_steps: int = Field(default=0, ge=1, validate_default=False)
     """Train until this optimizer step (counted from the start of the run, also on resume). Unset: for `epochs`."""
 
     epochs: Annotated[float | None, Mark.FREE] = Field(default=None, gt=0)
     """Train on all samples this many times, in the place of `max_steps`. Unset, as well as that: 1."""
-
-    optim: SupervisedOptimConfig = Field(default_factory=SupervisedOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
-    """Optimizer and learning-rate schedule."""
 
     data: SftDataConfig = Field(default_factory=SftDataConfig)
     """Samples and batches."""
@@ -603,9 +589,7 @@ class SftConfig(EvaluatedCommand):
     """Supervised fine-tuning: `uv run sft @ configs/reverse_text/sft.toml`."""
 
     program = "sft"
-
-    optim: SftOptimConfig = Field(default_factory=SftOptimConfig)  # pyright: ignore[reportIncompatibleVariableOverride] - only read
-    """Optimizer and learning-rate schedule."""
+    rates = {"lr": 2e-5, "schedule": "linear"}
 
 
 def schedule_end(config: OptimConfig, max_steps: int) -> int | None:

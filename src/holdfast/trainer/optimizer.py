@@ -3,7 +3,7 @@
 The learning rate of a step comes from `holdfast.config.training`. Muon updates the matrices of the hidden layers, AdamW
 all other parameters. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025,
 "Muon is Scalable for LLM Training": its scaling of updates lets AdamW's learning rates and weight decay carry over.
-A new optimizer is a name in `OptimConfig.type`, and a branch of `build_optimizer` and of `initial_moments`.
+A new optimizer is a model in `AnyOptim` of its settings, and a branch of `build_optimizer` and of `initial_moments`.
 
 Shape legend: O outputs, I inputs of a linear layer.
 """
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
-from holdfast.config.training import OptimConfig
+from holdfast.config.training import MuonConfig, OptimConfig
 from holdfast.errors import GO_ON_OR_BEGIN_AGAIN, TrainingError
 from holdfast.trainer.checkpoint.init_from import local_part
 from holdfast.trainer.model.structure import decoder_layers
@@ -149,7 +149,7 @@ def _orthogonalized(update_OI: Tensor) -> Tensor:
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only, or Muon with AdamW."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if config.type == "adamw":
+    if not isinstance(config, MuonConfig):
         return _adamw(trained, config)
     assert isinstance(model, PreTrainedModel)
     hidden = hidden_matrices(model)

@@ -145,7 +145,11 @@ def test_a_wrong_flag_is_named_as_the_flag_even_when_a_file_says_the_same_key(wr
     path = write("a.toml", "[optim]\nlr = 0.5\n")
     message = refused("@", path, "--optim.lr", "fast")
     assert "--optim.lr" in message and "fast" in message and path not in message
-    assert refused("@", path, "--optim.momentum", "0.3").startswith(f"{path}, flag --optim.momentum: 'optim' momentum")
+    betas = write("b.toml", "[optim]\nmoments_dtype = 'bfloat16'\n")
+    wrong = refused("@", betas, "--optim.betas", "0.9,0.99")
+    assert wrong.startswith(f"{betas}, flag --optim.betas: 'optim' moments_dtype")
+    other = refused("@", path, "--optim.momentum", "0.3")
+    assert other.startswith("flag --optim.momentum has no effect with optim.type = 'adamw' (the default): it belongs")
 
 
 def test_all_mistakes_are_told_at_once(write: Write) -> None:

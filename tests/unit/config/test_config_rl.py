@@ -12,7 +12,7 @@ from holdfast.config.environments import RolloutSettings
 from holdfast.config.load import parse_command_line, read_toml, to_toml
 from holdfast.config.resolved import makes_same_batches
 from holdfast.config.rl import hand_down_shared
-from holdfast.config.training import PolicyOptimConfig
+from holdfast.config.training import AdamWConfig
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import Sampling
 from tests.builders.advantage_settings import ONLINE_DPO_LOSS
@@ -56,7 +56,7 @@ def test_what_is_said_of_the_optimizer_leaves_the_learning_rates_of_policy_and_c
     assert trainer.critic is not None and (trainer.optim.lr, trainer.critic.optim.lr) == (1e-6, 1e-5)
     resolved = tmp_path / "trainer.toml"
     resolved.write_text(to_toml(rl("--trainer.optim.warmup-steps", "5").trainer))
-    assert read_toml(TrainerConfig, resolved).optim == PolicyOptimConfig(warmup_steps=5)
+    assert read_toml(TrainerConfig, resolved).optim == AdamWConfig(lr=1e-6, warmup_steps=5)
 
 
 @pytest.mark.parametrize("process", ["trainer", "orchestrator"])

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.config import InferenceConfig, RlConfig, SftConfig, TrainerConfig
 from holdfast.config.load import to_toml
-from holdfast.config.training import PolicyOptimConfig, SupervisedCommand
+from holdfast.config.training import AdamWConfig, SupervisedCommand
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.inference.main import run as serve
 from holdfast.launcher import preflight
@@ -273,7 +273,7 @@ def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest
 
 def test_settings_of_a_falling_rate_need_one(tmp_path: Path) -> None:
     old = TrainerConfig.model_validate({"output_dir": tmp_path, "optim": {"schedule": "linear", "min_lr_ratio": 0.1}})
-    new = old.model_copy(update={"optim": PolicyOptimConfig(min_lr_ratio=0.1)}, deep=True)
+    new = old.model_copy(update={"optim": AdamWConfig(min_lr_ratio=0.1)}, deep=True)
     reason = r"optim\.min_lr_ratio = 0\.1 has no effect with optim\.schedule = 'constant'"
     with pytest.raises(ConfigError, match=reason):
         settle_length(new, clean=False)

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from holdfast.config import SftConfig
-from holdfast.config.training import ParallelConfig, SftOptimConfig
+from holdfast.config.training import AdamWConfig, ParallelConfig
 from holdfast.errors import ConfigError, NodeLost, ProcessDied, RunDirError
 from holdfast.launcher import node_group
 from holdfast.launcher.launch import launch_on_nodes, plan_on_node
@@ -115,7 +115,7 @@ def reason(group: NodeGroup, *others: NodeGroup) -> str:
 
 
 def test_the_first_leads_and_all_get_one_attempt(nodes: Nodes) -> None:
-    settings = {"optim": SftOptimConfig(max_grad_norm=math.inf)}  # which JSON cannot say
+    settings = {"optim": AdamWConfig(max_grad_norm=math.inf)}  # which JSON cannot say
     leader, other = nodes.group(**settings), nodes.group(**settings)
     assert leader.is_head and not other.is_head
     mine, others = nodes.begin(leader, other)

@@ -22,7 +22,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.resolved import is_free, slots_of
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import EvaluatedCommand, OptimConfig, TrainingCommand, learning_rate, schedule_end
+from holdfast.config.training import EvaluatedCommand, TrainingCommand, learning_rate, schedule_end
 from holdfast.errors import CheckpointError, DataError, ReadError
 from holdfast.run import checked
 from holdfast.run.manifest import content_digest, library_versions, read_manifest
@@ -102,8 +102,8 @@ def _shown(settings: dict[str, Any], key: str) -> str:
 def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> str | None:
     """Return a line if another `max_steps` than in `before` moves the end of the schedule after `step`."""
     try:
-        optim = OptimConfig.model_validate(before.get("optim", {}))
-    except ValidationError:  # of another version
+        optim = type(after.optim).model_validate(before.get("optim", {}))
+    except ValidationError:  # of another version, or another type
         return None
     old_max_steps = before.get("max_steps", after.max_steps)
     old_end, new_end = schedule_end(optim, old_max_steps), schedule_end(after.optim, after.max_steps)

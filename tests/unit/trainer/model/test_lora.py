@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from holdfast.config.training import OptimConfig, TrainedModelConfig
+from holdfast.config.training import AdamWConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
 from holdfast.run.checkpoints import Kind, kind_of
 from holdfast.run.run_dir import RunDir
@@ -52,7 +52,7 @@ def build(tiny_model: Models, mesh: Mesh) -> Callable[..., Policy]:
 
 
 def state_of(policy: Policy, *, name: str = "base", steps: int = 0) -> TrainState:
-    optimizer = build_optimizer(policy.hf_model, OptimConfig(lr=0.01))
+    optimizer = build_optimizer(policy.hf_model, AdamWConfig(lr=0.01))
     adapters = Adapters(policy.hf_model, TensorLayout(policy.hf_model, None), base_name=name)
     state = TrainState(policy, optimizer, Progress(), {"base": adapters})
     train(state, steps)
@@ -99,7 +99,7 @@ def test_every_linear_layer_of_the_decoder_is_adapted_and_nothing_else_is_traine
     logprobs(policy).sum().backward()
     got = {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
     assert len(got) == len(names) and all(".lora_" in name for name in got)
-    optimizer = build_optimizer(policy.hf_model, OptimConfig(lr=0.1))
+    optimizer = build_optimizer(policy.hf_model, AdamWConfig(lr=0.1))
     optimizer.step()
     assert same(copied(base_tensors(policy.hf_model)), before)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)

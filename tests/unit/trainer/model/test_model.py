@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from holdfast.config.training import OptimConfig, TrainedModelConfig
+from holdfast.config.training import AdamWConfig, TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
@@ -176,7 +176,7 @@ def test_what_is_offloaded_lies_on_the_host_and_is_whole_only_in_use(tiny_model:
     for value in values:
         value.sum().backward()
     for policy in (plain, offloaded):
-        build_optimizer(policy.hf_model, OptimConfig()).step()
+        build_optimizer(policy.hf_model, AdamWConfig()).step()
     found = gradients(offloaded)
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from holdfast.config.training import OptimConfig, learning_rate
+from holdfast.config.training import AdamWConfig, learning_rate
 from holdfast.errors import CheckpointError, HoldfastError, SaveError, Stopped, StorageError
 from holdfast.process.events import EVENTS_ENV
 from holdfast.remote.checkpoints import RemoteCheckpoints
@@ -79,7 +79,7 @@ def test_more_steps_stretch_a_schedule_without_an_end_of_its_own_and_the_command
         assert column(run_dir, "loss")[:-1] == column(straight, "loss")[HALF:]
         assert "schedule now ends" not in out
         return
-    cosine = OptimConfig.model_validate(SCHEDULE)
+    cosine = AdamWConfig.model_validate(SCHEDULE)
     expected = [learning_rate(step, cosine, STEPS + 1) for step in range(HALF + 1, STEPS + 2)]
     assert column(run_dir, "lr") == pytest.approx(expected, rel=1e-7)
     assert "the cosine schedule now ends at step 9 instead of 8: the learning rate of step 6 is" in out
