@@ -126,13 +126,22 @@ def read_section(kind: type[S], values: Mapping[str, Any], *, key: str = "") -> 
         ) from None
 
 
+class _Given(dict[str, str]):
+    """Who gave settings, by dotted key. Configurations are equal whoever gave their settings."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Given)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - as of any dict
+
+
 class Command(Section):
     """The whole configuration of one command: what every command has."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of settings: the first, given by a flag, removes the second from variables and files, and so on."""
 
-    _given: dict[str, str] = PrivateAttr(default_factory=dict)
+    _given: _Given = PrivateAttr(default_factory=_Given)
 
     output_dir: Annotated[Path, Mark.FREE, Mark.SHARED, Mark.PLACE] = Path("outputs")
     """The run directory: checkpoints, rollouts, weights, metrics, logs and resolved configs."""
@@ -159,7 +168,7 @@ class Command(Section):
 
     def note_given(self, given: Mapping[str, str]) -> None:
         """Take note of the flags and variables that set something: dotted key -> `flag --NAME` or `variable NAME`."""
-        self._given = dict(given)
+        self._given = _Given(given)
 
 
 class CkptConfig(Section):

@@ -317,7 +317,7 @@ def _check_given(config: RlConfig, setting: str, names: tuple[str, ...]) -> None
             continue
         winner = config.given.get(rest, "a file")
         by_flag = winner.startswith("flag")
-        # `max_steps` of the trainer is that of `rl` already: see `_trainer_knows_the_last_step`.
+        # The trainer has the `max_steps` of `rl` already: see `_trainer_knows_the_last_step`.
         differs = not by_flag if setting == "max_steps" else _value_at(config, rest) != _value_at(config, key)
         if differs and (said.startswith("flag") or not by_flag):
             raise ConfigError(

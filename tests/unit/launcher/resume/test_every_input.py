@@ -90,7 +90,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "OwnLoss.args",
-            "PreferenceLossConfig.type", "WeightsConfig.transport", "_AnyCorrection.type",
+            "OptimConfig.type", "PreferenceLossConfig.type", "WeightsConfig.transport", "_AnyCorrection.type",
             "SftDataConfig.split", "SftDataConfig.chat_template_kwargs", "TrainedModelConfig.attention",
         ),
         _ITSELF,

@@ -91,20 +91,20 @@ def test_extremes_stay_finite(
     [
         (
             {"type": "apo_zero", "label_smoothing": 0.1},
-            "no effect with loss.type = 'apo_zero': it belongs to 'dpo', 'robust'.",
+            "no effect with loss.type = 'apo_zero' .flag --loss.: it belongs to 'dpo', 'robust'.",
         ),
         ({"type": "dpo", "margin": 1.0}, "margin"),
         (
             {"type": "ipo", "odpo_alpha": 1.0},
-            "no effect with loss.type = 'ipo': it belongs to 'dpo'. .* set loss.type to 'dpo'",
+            "no effect with loss.type = 'ipo' .flag --loss.: it belongs to 'dpo'. .* set loss.type to 'dpo'",
         ),
         (
             {"type": "dpo", "odpo_alpha": 1.0, "label_smoothing": 0.1},
             "odpo_alpha = 1.0 does not go with label_smoothing = 0.1",
         ),
-        ({"type": "orpo", "rpo_alpha": 1.0}, "no effect with loss.type = 'orpo': it belongs to 'dpo', 'ipo'"),
+        ({"type": "orpo", "rpo_alpha": 1.0}, "no effect with loss.type = 'orpo' .flag --loss.: it belongs to 'dpo', 'ipo'"),
         ({"type": "dpo", "rpo_alpha": -1.0}, "rpo_alpha"),
-        ({"type": "simpo", "reference": "precomputed"}, "no effect with loss.type = 'simpo': it belongs to 'dpo'"),
+        ({"type": "simpo", "reference": "precomputed"}, "no effect with loss.type = 'simpo' .flag --loss.: it belongs to 'dpo'"),
         ({"type": "simpo", "reference_model": "b"}, "'loss.reference_model' has no effect with loss.type = 'simpo'"),
         (
             {"type": "dpo", "reference": "none", "reference_model": "b"},
