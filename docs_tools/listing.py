@@ -168,7 +168,8 @@ def _defaults(given: Mapping[str, FieldInfo]) -> str:
 
 def texts_of(model: type[BaseModel]) -> dict[str, str]:
     """Return the help text of every field, in one line: its description, or the docstring beneath it in the source."""
-    texts = {name: info.description or "" for name, info in model.model_fields.items()}
+    given = {name: info.description or "" for name, info in model.model_fields.items()}
+    texts = dict(given)
     for one in reversed(model.__mro__):
         if not issubclass(one, BaseModel) or not one.__module__.startswith("holdfast."):
             continue
@@ -176,7 +177,9 @@ def texts_of(model: type[BaseModel]) -> dict[str, str]:
         assert isinstance(definition, ast.ClassDef)
         for field, text in itertools.pairwise(definition.body):
             match field, text:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(said))) if name in texts:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(said))) if (
+                    name in texts and not given[name]
+                ):
                     texts[name] = said
     return {name: " ".join(text.split()) for name, text in texts.items()}
 

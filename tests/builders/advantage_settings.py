@@ -7,7 +7,7 @@ ONLINE_DPO_LOSS = {"type": "policy_gradient", "ratio_to": "old", "aggregation": 
 
 NEEDED: dict[str, dict[str, Any]] = {
     "gdpo": {"rewards": {"weights": {"reward": 1.0, "other": 0.5}}},
-    "pass_at_k": {"advantage_k": 2},
+    "pass_at_k": {"advantage": {"type": "pass_at_k", "k": 2}},
     "gae": {"critic": {}},
     "distillation": {"kl": {"reference": "teacher"}},
     "online_dpo": {"kl": {}, "loss": ONLINE_DPO_LOSS},

@@ -12,8 +12,8 @@ from tests.builders.advantage_settings import NEEDED
 
 
 def advantage_of(name: str, **settings: Any) -> Advantage:
-    config = TrainerConfig.model_validate({"advantage": name} | NEEDED.get(name, {}) | settings)
-    return build_named_advantage(name, config)
+    config = TrainerConfig.model_validate({"advantage": {"type": name, **settings}} | NEEDED.get(name, {}))
+    return build_named_advantage(config.advantage, config)
 
 
 def scored_rollout(reward: float, num_tokens: int = 3, **fields: Any) -> ScoredRollout:

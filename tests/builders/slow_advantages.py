@@ -193,7 +193,7 @@ def check_advantage(name: str, seed: int) -> None:
     if name == "grpo":
         everything = [reward for group in groups for reward in sums(group)]
         scaled = [one / (statistics.stdev(everything) + 1e-6) for group in groups for one in centred(sums(group))]
-        for mine, theirs in zip(by_token(name, groups, advantage_std="batch"), spread(scaled, groups), strict=True):
+        for mine, theirs in zip(by_token(name, groups, std="batch"), spread(scaled, groups), strict=True):
             assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 

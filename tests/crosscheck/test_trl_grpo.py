@@ -180,7 +180,7 @@ def scored_rewards(trainer: Any, rewards_PG: list[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "settings", "scale"),
-    [("grpo", {}, "group"), ("grpo", {"advantage_std": "batch"}, "batch"), ("dr_grpo", {}, "none"), ("rloo", {}, None)],
+    [("grpo", {}, "group"), ("grpo", {"std": "batch"}, "batch"), ("dr_grpo", {}, "none"), ("rloo", {}, None)],
 )
 def test_group_advantages_are_those_of_trl(
     name: str, settings: dict[str, str], scale: str | None, trl_trainers: ModuleType, model: Path, tmp_path: Path

@@ -2,16 +2,18 @@
 
     Correction = Annotated[NoCorrection | Truncation | Mask, ByType("none")]
 
-Each model has a `type` that is a `Literal` of its names. A model whose `type` is any text is for code of the user,
-`module:function`. Settings without a type get the default type.
+Each model has a `type` that is a `Literal` of its names, or has them in `types`. A model whose `type` is any other text
+is for code of the user, `module:function`. Settings without a type get the default type. A text in the place of the
+section is its type: `advantage = "grpo"`.
 """
 
 import typing
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import BaseModel, Discriminator, GetCoreSchemaHandler, Tag
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, core_schema
 
 from holdfast.config.marks import models_in
 from holdfast.errors import nearest
@@ -42,7 +44,13 @@ class ByType:
 
     def _names(self, model: type[BaseModel]) -> tuple[str, ...]:
         annotation = model.model_fields[self.key].annotation
+        if listed := getattr(model, "types", ()):
+            return listed
         return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else (OWN,)
+
+    def table_of(self, value: Any) -> Any:
+        """Return the settings of a section that is given only by its type, and any other value as it is."""
+        return {self.key: value} if isinstance(value, str) else value
 
     def _type_of(self, value: Any) -> str | None:
         if isinstance(value, BaseModel):
@@ -56,7 +64,12 @@ class ByType:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of pydantic's discriminated union."""
         tagged = tuple(Annotated[model, Tag(name)] for name, model in self.models(source).items())
-        return handler.generate_schema(Annotated[Union[tagged], Discriminator(self._type_of)])  # noqa: UP007
+        tables = handler.generate_schema(Annotated[Union[tagged], Discriminator(self._type_of)])  # noqa: UP007
+        return core_schema.no_info_before_validator_function(
+            self.table_of,
+            tables,
+            json_schema_input_schema=core_schema.union_schema([tables, core_schema.str_schema()]),
+        )
 
 
 def models_by_type(union: Any, base: type[M]) -> dict[str, type[M]]:
@@ -69,6 +82,19 @@ def by_type(info: FieldInfo) -> tuple[ByType, dict[str, type[BaseModel]]] | None
     """Return how the model of a field is chosen, and its models by type; None if it has one model, or none."""
     chooser = next((one for one in info.metadata if isinstance(one, ByType)), None) or _inside(info.annotation)
     return None if chooser is None else (chooser, chooser.models(info.annotation))
+
+
+def with_tables(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of a model, with a table for each section that is given only by its type."""
+    found = dict(values)
+    for name in [name for name in found if name in model.model_fields]:
+        info = model.model_fields[name]
+        chosen, (models, place) = by_type(info), models_in(info.annotation)
+        if chosen is not None:
+            found[name] = chosen[0].table_of(found[name])
+        for inner in models if isinstance(found[name], dict) and not place else ():
+            found[name] = with_tables(inner, found[name])
+    return found
 
 
 def _inside(annotation: Any) -> ByType | None:

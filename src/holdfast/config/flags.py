@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from holdfast.config.by_type import ByType, by_type
 from holdfast.config.files import holds
 from holdfast.config.help import hint
 from holdfast.config.marks import models_in
@@ -31,10 +32,12 @@ class Flag:
     Attributes:
         key: dotted.
         annotation: of the field.
+        chooser: of a section whose settings depend on its type.
     """
 
     key: str
     annotation: Any
+    chooser: ByType | None = None
 
     @property
     def kinds(self) -> set[Any]:
@@ -77,6 +80,8 @@ class Flag:
         """
         if text == "null" and type(None) in typing.get_args(self.annotation):
             return None
+        if self.chooser is not None and not text.startswith("{"):
+            return self.chooser.table_of(text)
         if self.is_table or (self.is_list and text.startswith(("[", "{"))):
             try:
                 value = json.loads(text, object_pairs_hook=_object)
@@ -118,7 +123,8 @@ def flags_of(command: type[BaseModel], prefix: str = "") -> Mapping[str, Flag]:
     """Return every flag of `command`, such as `--optim.lr`; a switch has a second one, `--no-`."""
     flags: dict[str, Flag] = {}
     for name, info in command.model_fields.items():
-        flag = Flag(f"{prefix}{name}", info.annotation)
+        chosen = by_type(info)
+        flag = Flag(f"{prefix}{name}", info.annotation, chosen[0] if chosen is not None else None)
         word = flag.key.replace("_", "-")
         flags[f"--{word}"] = flag
         if flag.is_switch:
@@ -182,6 +188,8 @@ def read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, A
                     "--output-dir=-name."
                 )
         _put(values, flag.key, flag.value_of(value, name))
+        if flag.chooser is not None and not value.startswith("{"):
+            given[f"{flag.key}.{flag.chooser.key}"] = name
     if unknown:
         keys = [flag.key for flag in known.values()]
         hints = [f"unknown flag '{name}'.{hint(name, keys)}" for name in dict.fromkeys(unknown)]

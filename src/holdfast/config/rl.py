@@ -240,7 +240,7 @@ def _check_teacher(config: RlConfig) -> None:
             "trainer.distillation (and trainer.advantage = 'distillation') needs a teacher: set trainer.kl.reference, "
             "or orchestrator.teacher with mode = 'logprobs'"
         )
-    if config.trainer.advantage == "distillation" and config.orchestrator.dynamic_sampling is not None:
+    if config.trainer.advantage.type == "distillation" and config.orchestrator.dynamic_sampling is not None:
         raise ConfigError(
             "orchestrator.dynamic_sampling drops problems by their rewards, which trainer.advantage = 'distillation' "
             "does not train on: leave it out"

@@ -10,7 +10,7 @@ the advantages.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from holdfast.config.advantages import (
     ADVANTAGES,
@@ -18,6 +18,10 @@ from holdfast.config.advantages import (
     MODEL_ADVANTAGES,
     REWARD_ADVANTAGES,
     SINGLE_ADVANTAGES,
+    AdvantageConfig,
+    AnyAdvantage,
+    PassAtK,
+    PlainAdvantage,
 )
 from holdfast.config.algorithm import (
     CriticConfig,
@@ -37,13 +41,12 @@ from holdfast.config.policy_losses import AnyPolicyLoss, DapoLoss
 from holdfast.config.training import TrainingCommand
 from holdfast.config.view import AlertsConfig
 from holdfast.errors import ConfigError, nearest
-from holdfast.process.imports import check_name
 
 
 class EnvironmentTrainingConfig(Section):
     """How the rollouts of one environment of the mix are trained."""
 
-    advantage: str | None = None
+    advantage: AnyAdvantage | None = None
     """The advantage of this environment's groups; unset: `trainer.advantage`. Normalising over the batch means: over
     the groups with the same advantage."""
 
@@ -62,14 +65,6 @@ def check_advantages(config: "TrainerConfig") -> None:
         raise ValueError(
             f"environments chooses among advantages that are computed from rewards, and '{needless[0]}' needs a model: "
             f"leave environments out, or take one of {', '.join(REWARD_ADVANTAGES)} or your own"
-        )
-    if (config.advantage_k is not None) != ("pass_at_k" in used):
-        missing = "set advantage_k" if config.advantage_k is None else "set advantage, or leave advantage_k out"
-        raise ValueError(f"advantage = 'pass_at_k' and advantage_k go together: {missing}")
-    if config.advantage_std == "batch" and "grpo" not in used:
-        raise ValueError(
-            f"advantage_std says by what advantage = 'grpo' divides, and advantage is '{config.advantage}': set "
-            "advantage = 'grpo', or leave advantage_std out"
         )
     penalises_rewards = config.kl is not None and config.kl.place == "reward" and config.kl.coef > 0
     may_change_rewards = {
@@ -96,8 +91,6 @@ def check_advantages(config: "TrainerConfig") -> None:
             may_change_rewards
             | {"rewards.clip": config.rewards.clip is not None, "rewards.scale": config.rewards.scale != "none"},
         )
-    if config.advantage_beta is not None and "online_dpo" not in used:
-        raise ValueError("advantage_beta is the beta of advantage = 'online_dpo': set that, or leave it out")
     if "online_dpo" in used:
         _check_online_dpo(config)
     if config.loss.type == "sft":
@@ -135,7 +128,7 @@ def _check_online_dpo(config: "TrainerConfig") -> None:
         "advantage = 'online_dpo' does not go with {}: leave that out",
         {
             "updates of more than one epoch or minibatch": config.updates.epochs * config.updates.minibatches > 1,
-            "kl.coef above 0 (advantage_beta is the tie to the reference)": config.kl.coef > 0,
+            "kl.coef above 0 (advantage.beta is the tie to the reference)": config.kl.coef > 0,
             "rewards.truncated = 'mask', which would leave half pairs": config.rewards.truncated == "mask",
         },
     )
@@ -192,19 +185,8 @@ class TrainerConfig(TrainingCommand):
     loss: AnyPolicyLoss = Field(default_factory=DapoLoss)
     """Policy loss."""
 
-    advantage: str = Field(
-        default="dr_grpo",
-        description="; ".join(f"`{name}`: {one.help}" for name, one in ADVANTAGES.items()) + ". Or `module:function`.",
-    )
-
-    advantage_std: Literal["group", "batch"] = "group"
-    """Standard deviation by which `grpo` divides: of the rewards of the group, or of the batch."""
-
-    advantage_k: int | None = Field(default=None, ge=2)
-    """The k of `pass_at_k`, at most `group_size`."""
-
-    advantage_beta: float | None = Field(default=None, gt=0)
-    """The beta of `online_dpo`: strength of the tie to the reference. Unset: 0.1."""
+    advantage: AnyAdvantage = Field(default_factory=PlainAdvantage)
+    """How much better a rollout is than others."""
 
     environments: dict[str, EnvironmentTrainingConfig] = {}
     """`[environments.NAME]`: another `advantage`, and a `weight`, for one environment of the mix."""
@@ -284,15 +266,15 @@ class TrainerConfig(TrainingCommand):
         """The coarser of the dtypes of trainer and engines."""
         return "bfloat16" if "bfloat16" in (self.model.compute_dtype, self.sampler_dtype) else "float32"
 
-    def advantage_of(self, environment: str) -> str:
-        """Return the advantage of the groups of an environment, by its name."""
+    def advantage_of(self, environment: str) -> AdvantageConfig:
+        """Return the advantage of the groups of an environment."""
         section = self.environments.get(environment)
         return section.advantage or self.advantage if section is not None else self.advantage
 
     @property
     def advantages(self) -> tuple[str, ...]:
-        """Every advantage that some environment may have."""
-        return tuple(dict.fromkeys([self.advantage, *map(self.advantage_of, self.environments)]))
+        """The types of the advantages that some environment may have."""
+        return tuple(dict.fromkeys(one.type for one in (self.advantage, *map(self.advantage_of, self.environments))))
 
     @property
     def tells_tokens_apart(self) -> bool:
@@ -301,20 +283,7 @@ class TrainerConfig(TrainingCommand):
 
     def compares_rollouts_of(self, environment: str) -> bool:
         """Whether updates depend on how the rollouts of a problem compare; `loss.type = "sft"` imitates all of them."""
-        return self.loss.type != "sft" and self.advantage_of(environment) in GROUP_ADVANTAGES
-
-    @field_validator("advantage")
-    @classmethod
-    def _known_advantage(cls, name: str) -> str:
-        return check_name(name, ADVANTAGES)
-
-    @field_validator("environments")
-    @classmethod
-    def _known_advantages(cls, sections: dict[str, EnvironmentTrainingConfig]) -> dict[str, EnvironmentTrainingConfig]:
-        for section in sections.values():
-            if section.advantage is not None:
-                check_name(section.advantage, ADVANTAGES)
-        return sections
+        return self.loss.type != "sft" and self.advantage_of(environment).type in GROUP_ADVANTAGES
 
     @model_validator(mode="after")
     def _advantages_fit(self) -> Self:
@@ -341,7 +310,7 @@ class TrainerConfig(TrainingCommand):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
-        if (self.advantage == "gae") != (self.critic is not None):
+        if (self.advantage.type == "gae") != (self.critic is not None):
             missing = "set critic (critic = {} takes the defaults)" if self.critic is None else "set advantage = 'gae'"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
         if self.critic is not None:
@@ -362,7 +331,7 @@ class TrainerConfig(TrainingCommand):
                 "kl.refresh_interval is for a policy that is trained whole, and model.lora trains adapters: leave one "
                 "of them out"
             )
-        if self.advantage == "distillation" and self.distillation is None:
+        if self.advantage.type == "distillation" and self.distillation is None:
             self.distillation = DistillationConfig()
         if self.distillation is not None:
             self._check_distillation()
@@ -429,16 +398,16 @@ def _check_environments(trainer: TrainerConfig, orchestrator: OrchestratorConfig
 
 def _check_group_size(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
     for environment in orchestrator.environments:
-        name, size = trainer.advantage_of(environment.label), orchestrator.rollouts_of(environment).group_size
+        own, size = trainer.advantage_of(environment.label), orchestrator.rollouts_of(environment).group_size
         if size == 1 and trainer.compares_rollouts_of(environment.label):
             raise ConfigError(
-                f"trainer.advantage = '{name}' compares the rollouts of one problem, and orchestrator.group_size = 1 "
-                f"gives each of environment '{environment.label}' a single one: set group_size to 2 or more, or take "
+                f"trainer.advantage = '{own.type}' compares the rollouts of one problem, and orchestrator.group_size = "
+                f"1 gives each of environment '{environment.label}' a single one: set group_size to 2 or more, or take "
                 f"an advantage that needs no group: {', '.join(SINGLE_ADVANTAGES)}, or one of your own"
             )
-        if name == "pass_at_k" and trainer.advantage_k is not None and trainer.advantage_k > size:
+        if isinstance(own, PassAtK) and own.k > size:
             raise ConfigError(
-                f"trainer.advantage_k = {trainer.advantage_k} is more than the {size} rollouts of a problem of "
+                f"trainer.advantage.k = {own.k} is more than the {size} rollouts of a problem of "
                 f"environment '{environment.label}' (group_size): lower the one or raise the other"
             )
 

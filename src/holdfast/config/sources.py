@@ -29,6 +29,7 @@ from pydantic_settings import (
 from pydantic_settings.sources.types import EnvNoneType
 
 from holdfast.config.base import Command
+from holdfast.config.by_type import with_tables
 from holdfast.config.files import holds, read_file
 from holdfast.config.flags import Flag, flags_of, model_in, read_flags
 from holdfast.config.help import VARIABLE_PREFIX, hint, variable_of
@@ -62,7 +63,7 @@ class Sources:
         self.flags, self.flag_of = read_flags(words, known)
         self.variables, self.variable_of = _read_variables(command)
         self._unknown = {name: key for key, name in self.variable_of.items() if not _is_known(key, known)}
-        self.files = files
+        self.files = [(path, with_tables(command, data)) for path, data in files]
         self.decided: dict[str, str] = {}
         _check_nesting(self.variables, self.variable_of, self.given)
 

@@ -122,9 +122,8 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         ({"pretraining": {"data": {"name": "rows.jsonl", "validation_fraction": 0.1}}}, "nothing validates here"),
         ({"kl": {"reference": ""}}, "at least 1 character"),
         ({"advantage": "gae", "critic": {"optim": {"min_lr_ratio": 0.1}}}, "min_lr_ratio = 0.1 has no effect"),
-        ({"advantage": "pass_at_k"}, "'pass_at_k' and advantage_k go together: set advantage_k"),
-        ({"advantage_k": 2}, "'pass_at_k' and advantage_k go together: set advantage, or"),
-        ({"advantage_std": "batch"}, "by what advantage = 'grpo' divides, and advantage is 'dr_grpo'"),
+        ({"advantage": "pass_at_k"}, "k\n  Field required"),
+        ({"advantage": {"k": 2}}, "k\n  Extra inputs are not permitted"),
         ({"advantage": "max_rl", "kl": {"coef": 0.1, "place": "reward"}}, "kl.place = 'reward' can make negative"),
         ({"advantage": "max_rl", "rewards": OVERLONG}, "which rewards.length_buffer_tokens can make negative"),
         ({"advantage": "max_rl", "reward_model": {"name": "m"}}, "which reward_model can make negative"),
@@ -138,7 +137,7 @@ GDPO: dict[str, Any] = {"advantage": "gdpo", "rewards": {"weights": {"reward": 1
         ({"advantage": "gdpo", "rewards": {"weights": {"reward": 1}, "scale": "running"}}, "scale would have no"),
         ({"advantage": "gae", "critic": {}, "environments": {"a": {}}}, "'gae' needs a model: leave environments out"),
         ({"environments": {"a": {"advantage": "distillation"}}}, "'distillation' needs a model"),
-        ({"environments": {"a": {"advantage": "rlo"}}}, "there is no 'rlo'. Did you mean 'rloo'"),
+        ({"environments": {"a": {"advantage": "rlo"}}}, "'rlo' found.*'rloo'"),
         ({"environments": {"a": {"weight": 0}}}, "greater than 0"),
         (
             {"model": {"lora": {}}, "weights": {"transport": "collective"}},
@@ -155,19 +154,22 @@ def test_parts_of_the_trainer_that_do_not_fit_together_are_refused(values: dict[
 
 def test_settings_of_advantages_may_be_for_one_environment_alone() -> None:
     values = {
-        "environments": {"a": {"advantage": "pass_at_k"}, "b": {"advantage": "grpo"}, "c": {"advantage": "own:f"}},
-        "advantage_k": 2, "advantage_std": "batch",
-    }  # fmt: skip
+        "environments": {
+            "a": {"advantage": {"type": "pass_at_k", "k": 2}},
+            "b": {"advantage": {"type": "grpo", "std": "batch"}},
+            "c": {"advantage": "own:f"},
+        }
+    }
     config = TrainerConfig.model_validate(values)
     assert config.advantages == ("dr_grpo", "pass_at_k", "grpo", "own:f")
-    assert [config.advantage_of(name) for name in "abcd"] == ["pass_at_k", "grpo", "own:f", "dr_grpo"]
+    assert [config.advantage_of(name).type for name in "abcd"] == ["pass_at_k", "grpo", "own:f", "dr_grpo"]
 
 
 def test_a_teacher_may_also_hold_the_policy_in_the_loss() -> None:
     kl = {"reference": "teacher", "coef": 0.1, "place": "loss"}
     config = TrainerConfig.model_validate({"advantage": "distillation", "kl": kl})
     assert config.kl is not None and config.distillation == DistillationConfig(coef=1.0)
-    assert TrainerConfig.model_validate({"distillation": {"coef": 0.5}, "kl": kl}).advantage == "dr_grpo"
+    assert TrainerConfig.model_validate({"distillation": {"coef": 0.5}, "kl": kl}).advantage.type == "dr_grpo"
 
 
 EVAL = {"interval": 4, "environments": ENVIRONMENTS}

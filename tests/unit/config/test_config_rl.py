@@ -135,7 +135,7 @@ def test_a_server_is_named_once(first: str, second: str) -> None:
 NEEDED = {
     "gae": ("--trainer.critic",),
     "distillation": ("--trainer.kl.reference", "teacher"),
-    "pass_at_k": ("--trainer.advantage-k", "2"),
+    "pass_at_k": ("--trainer.advantage.k", "2"),
     "gdpo": ("--trainer.rewards.weights", '{"reward": 1}'),
     "online_dpo": ("--trainer.kl", "--trainer.loss", json.dumps(ONLINE_DPO_LOSS)),
 }
@@ -151,7 +151,7 @@ def test_groups_of_one_are_taken_where_there_is_nothing_to_compare() -> None:
     for name in (*SINGLE_ADVANTAGES, "own:advantage"):
         config = rl("--orchestrator.group-size", "1", "--trainer.advantage", name, *NEEDED.get(name, ()))
         assert config.orchestrator.group_size == 1
-    assert rl("--orchestrator.group-size", "1", *SAMPLES, *SFT).trainer.advantage == "dr_grpo"
+    assert rl("--orchestrator.group-size", "1", *SAMPLES, *SFT).trainer.advantage.type == "dr_grpo"
 
 
 def mixed(own: dict[str, Any], *flags: str) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
         # Rewards that trainer and orchestrator see differently.
         ((*TOY["rl"][2:], "--trainer.environments", '{"revers": {"weight": 2}}'),
          "names 'revers'.*Did you mean 'reverse_text'"),
-        (("--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "9"), "= 9 is more than the 8 rollouts"),
+        (("--trainer.advantage", "pass_at_k", "--trainer.advantage.k", "9"), "= 9 is more than the 8 rollouts"),
         ((*DYNAMIC, "--trainer.reward-model.name", "m"), "rules_weight = 0 leaves it out"),
         ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1}'), "weights leaves 'reward' out"),
         ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0}'), "weights leaves 'reward' out"),
@@ -227,8 +227,8 @@ TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
         (mixed({"group_size": 1}), "gives each of environment 'jsonl' a single one"),
         (mixed({"group_size": 1}, *DYNAMIC),
          r"every group of one is \(environment 'jsonl'\): set group_size to 2"),
-        (mixed({"group_size": 2}, "--trainer.advantage", "pass_at_k", "--trainer.advantage-k", "3"),
-         "advantage_k = 3 is more than the 2 rollouts of a problem of environment 'jsonl'"),
+        (mixed({"group_size": 2}, "--trainer.advantage", "pass_at_k", "--trainer.advantage.k", "3"),
+         "advantage.k = 3 is more than the 2 rollouts of a problem of environment 'jsonl'"),
         (mixed({"sampling": {"top_k": 5}}, "--trainer.kl"), r"\(temperature 1, top_k 5, environment 'jsonl'\)"),
         (mixed({"sampling": {"top_k": 1}}), "1 leaves one token to choose from"),
         (mixed({"sampling": {"temperature": 0.5}}, *TEACHER, "--trainer.advantage", "distillation"),
@@ -260,8 +260,7 @@ def test_parts_of_a_run_that_do_not_fit_together_are_refused(flags: tuple[str, .
         # What a teacher samples is imitated by the whole distribution.
         (*CUT, "--trainer.kl", *SAMPLES, *SFT),
         mixed({"group_size": 1}, "--trainer.environments", '{"jsonl": {"advantage": "reinforce_pp"}}'),
-        mixed({"group_size": 9}, "--trainer.environments", '{"jsonl": {"advantage": "pass_at_k"}}',
-              "--trainer.advantage-k", "9"),
+        mixed({"group_size": 9}, "--trainer.environments", '{"jsonl": {"advantage": {"type": "pass_at_k", "k": 9}}}'),
         mixed({"seq_len": 500}, *PENALTY, "128"),
     ],
 )  # fmt: skip

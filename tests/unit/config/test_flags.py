@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jsonschema
 import pytest
@@ -19,6 +19,7 @@ from holdfast.config.flags import flags_of
 from holdfast.config.given import check_given
 from holdfast.config.help import hint, names_elsewhere
 from holdfast.config.load import parse_command_line, read_toml, to_toml
+from holdfast.config.marks import models_in
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
 from tests.builders.toy import TOY
@@ -118,8 +119,8 @@ def found(config: type[BaseModel], key: str) -> Any:
     field = config.model_fields[name]
     if not rest:
         return field.default
-    kinds = [field.annotation, *get_args(field.annotation)]
-    return found(next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), rest)
+    models, inner = models_in(field.annotation)[0], rest.partition(".")[0]
+    return found(next((model for model in models if inner in model.model_fields), models[0]), rest)
 
 
 def equal(value: Any, text: str) -> bool:

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from docs_tools.listing import texts_of
-from holdfast.config import TrainerConfig
-from holdfast.config.advantages import ADVANTAGES
+from holdfast.config.advantages import ADVANTAGES, PlainAdvantage
 from holdfast.config.base import KlEstimator
 from holdfast.config.policy_losses import POLICY_LOSSES
 from holdfast.config.preference import PREFERENCE_LOSSES, PreferenceLossConfig, ReferencedLoss
@@ -64,7 +63,7 @@ def test_every_table_computes_its_formulas_in_ten_thousand_cases(table: str) -> 
 
 PAGES = {
     "policy losses": ("losses.md", POLICY_LOSSES, None, "type", policy_losses.__dict__.get),
-    "advantages": ("losses.md", ADVANTAGES, TrainerConfig, "advantage", advantages.__dict__.get),
+    "advantages": ("losses.md", ADVANTAGES, PlainAdvantage, "type", advantages.__dict__.get),
     "preferences": ("preferences.md", PREFERENCE_LOSSES, PreferenceLossConfig, "type", preference_losses.__dict__.get),
 }
 

@@ -104,8 +104,8 @@ def pass_at_k(rewards_G: Sequence[float], *, k: int) -> list[float]:
     size = len(rewards_G)
     if size < k:
         raise TrainingError(
-            f"advantage = 'pass_at_k' takes the best of advantage_k = {k} rollouts, and a problem has {size}: lower "
-            "advantage_k, or raise orchestrator.group_size"
+            f"advantage = 'pass_at_k' takes the best of advantage.k = {k} rollouts, and a problem has {size}: lower "
+            "advantage.k, or raise orchestrator.group_size"
         )
     advantages = []
     for index, reward in enumerate(rewards_G):
@@ -246,7 +246,7 @@ def rewards_to_go(rewards_T: np.ndarray) -> np.ndarray:
     return np.cumsum(rewards_T[::-1])[::-1]
 
 
-def online_dpo(groups: Groups, *, beta: float | None) -> list[list[float]]:
+def online_dpo(groups: Groups, *, beta: float) -> list[list[float]]:
     """Return the advantages of all rollouts whose policy gradient is the gradient of DPO's loss, mean over the
     problems.
 
@@ -261,10 +261,10 @@ def online_dpo(groups: Groups, *, beta: float | None) -> list[list[float]]:
     sums of their tokens (`aggregation = "constant"`, `constant_tokens = 1`) is the mean over problems.
 
     Args:
-        beta: strength of the tie to the reference. None: 0.1, as for DPO.
+        beta: strength of the tie to the reference.
     """
     scale = sum(map(len, groups)) / max(1, len(groups))
-    return [_of_problem(group, 0.1 if beta is None else beta, scale) for group in groups]
+    return [_of_problem(group, beta, scale) for group in groups]
 
 
 def _of_problem(group: Sequence[ScoredRollout], beta: float, scale: float) -> list[float]:

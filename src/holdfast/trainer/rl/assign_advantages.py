@@ -12,11 +12,16 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 
 import numpy as np
 
-from holdfast.config.advantages import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES
+from holdfast.config.advantages import (
+    ADVANTAGES,
+    GROUP_ADVANTAGES,
+    SINGLE_ADVANTAGES,
+    AdvantageConfig,
+    GrpoAdvantage,
+)
 from holdfast.config.algorithm import CriticConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError, TrainingError
@@ -47,17 +52,20 @@ def build_advantage(config: TrainerConfig) -> Advantage:
         ConfigError: a function of the user cannot be loaded.
         TrainingError: (of the returned function) a group of one where rollouts are compared.
     """
-    functions = {name: build_named_advantage(name, config) for name in config.advantages}
+    sections: list[AdvantageConfig] = []
+    for section in (config.advantage, *map(config.advantage_of, config.environments)):
+        sections += [section] if section not in sections else []
+    functions = [(section, build_named_advantage(section, config)) for section in sections]
     weights = {label: section.weight for label, section in config.environments.items()}
 
     def advantage(groups: Groups) -> list[list[AdvantageValue]]:
         found: dict[int, Sequence[AdvantageValue]] = {}
-        for name, function in functions.items():
-            own = {n: group for n, group in enumerate(groups) if config.advantage_of(group[0].environment) == name}
+        for section, function in functions:
+            own = {n: group for n, group in enumerate(groups) if config.advantage_of(group[0].environment) == section}
             if not own:
                 continue
             if config.loss.type != "sft":
-                require_siblings(list(own.values()), name)
+                require_siblings(list(own.values()), section.type)
             found |= dict(zip(own, function(list(own.values())), strict=True))
         scales = [weights.get(group[0].environment, 1.0) for group in groups]
         return [[_scaled(value, scale) for value in found[n]] for n, scale in enumerate(scales)]
@@ -69,8 +77,8 @@ def _scaled(value: AdvantageValue, scale: float) -> AdvantageValue:
     return scale * value if isinstance(value, int | float) else scale * np.asarray(value, dtype=np.float64)
 
 
-def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
-    """Return the advantage that `name` stands for: a built-in one, or the user's `module:function`.
+def build_named_advantage(section: AdvantageConfig, config: TrainerConfig) -> Advantage:
+    """Return the advantage of a type: a built-in one, or the user's `module:function`.
 
     A function of the user gets the rollouts of the batch as a list of lists of `ScoredRollout`, problem by problem,
     and returns as many values: finite numbers, or sequences of one for each sampled token.
@@ -78,14 +86,16 @@ def build_named_advantage(name: str, config: TrainerConfig) -> Advantage:
     Raises:
         ConfigError: the user's function cannot be loaded.
     """
-    if name not in ADVANTAGES:
-        return _user_advantage(name)
-    built_in = ADVANTAGES[name]
-    assert built_in.function is not None, f"{name} is not computed from rewards"
-    settings = {argument: attrgetter(setting)(config) for argument, setting in built_in.settings.items()}
-    function = partial(getattr(advantages, built_in.function), **settings)
-    if name == "grpo" and config.advantage_std == "batch":
+    if section.type not in ADVANTAGES:
+        return _user_advantage(section.type)
+    built_in = ADVANTAGES[section.type]
+    assert built_in.function is not None, f"{section.type} is not computed from rewards"
+    if isinstance(section, GrpoAdvantage) and section.std == "batch":
         return batch_grpo  # its std is over problems, so it sees them all
+    settings = section.model_dump(exclude={"type", "std"})
+    if section.type == "gdpo":
+        settings["weights"] = config.rewards.weights
+    function = partial(getattr(advantages, built_in.function), **settings)
     if built_in.takes == "rewards":
         return lambda groups: [function([one.total_reward for one in group]) for group in groups]
     return partial(with_steps, function) if built_in.takes == "step_rewards" else function

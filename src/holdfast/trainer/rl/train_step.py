@@ -173,7 +173,7 @@ class Learner:
         self._loss = build_policy_loss(config.loss)
         self._layout = replace(session.policy.layout, shares=components.shares_prompts(session.policy))
         self._mismatch = MismatchCheck(config, session.policy, session.mesh, layout=self._layout)
-        self._advantage = None if config.advantage in MODEL_ADVANTAGES else build_advantage(config)
+        self._advantage = None if config.advantage.type in MODEL_ADVANTAGES else build_advantage(config)
         kl = config.kl
         if kl is not None and components.kl is not None and kl.place == "loss" and kl.coef > 0:
             assert kl.estimator is not None  # the config fills it in

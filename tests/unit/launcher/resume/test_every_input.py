@@ -49,8 +49,8 @@ EXCHANGED: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
     "KlConfig.reference": (({"trainer": {"kl": {"coef": 0.1, "reference": "MODEL"}}}, "model/model.safetensors"),),
     "RewardModelConfig.name": (({"trainer": {"reward_model": {"name": "MODEL"}}}, "model/config.json"),),
     "PolicyLossConfig.type": (({"trainer": {"loss": {"type": "own_code:loss"}}}, "own_code.py"),),
-    "TrainerConfig.advantage": (({"trainer": {"advantage": "own_code:advantage"}}, "own_code.py"),),
-    "EnvironmentTrainingConfig.advantage": (
+    "AdvantageConfig.type": (
+        ({"trainer": {"advantage": "own_code:advantage"}}, "own_code.py"),
         ({"trainer": {"environments": {"mine": {"advantage": "own_code:advantage"}}}}, "own_code.py"),
     ),
     "EnvironmentConfig.id": ((_environment(id="own_code:Own"), "own_code.py"),),
