@@ -127,7 +127,7 @@ def read_section(kind: type[S], values: Mapping[str, Any], *, key: str = "") -> 
 
 
 class _Given(dict[str, str]):
-    """Who gave settings, by dotted key. Configurations are equal whoever gave their settings."""
+    """Dotted key -> the flag or variable that gave the setting. It does not count when configurations are compared."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Given)

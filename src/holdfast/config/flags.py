@@ -9,7 +9,7 @@ import json
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal
@@ -134,7 +134,10 @@ def flags_of(command: type[BaseModel], prefix: str = "") -> Mapping[str, Flag]:
                 for name, inner in flags_of(model, f"{flag.key}.").items():
                     known = flags.get(name)
                     # Models of several types may have a setting: its text is read as any of them reads it.
-                    flags[name] = inner if known is None else Flag(known.key, known.annotation | inner.annotation)
+                    if known is None:
+                        flags[name] = inner
+                    elif known.annotation != inner.annotation:
+                        flags[name] = replace(known, annotation=known.annotation | inner.annotation)
     return flags
 
 

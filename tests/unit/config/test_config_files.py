@@ -393,5 +393,5 @@ def test_a_section_by_type_may_be_given_by_its_type_alone(write: Write, monkeypa
     assert trainer.advantage == GrpoAdvantage(std="batch") and trainer.optim.type == "muon"
     with pytest.raises(ConfigError, match="flag --trainer.advantage.std has no effect with trainer.advantage.type"):
         rl("@", path, "--trainer.advantage", "rloo", "--trainer.advantage.std", "batch")
-    with pytest.raises(ConfigError, match="flag --trainer.loss there is no 'gspoo'. Did you mean"):
+    with pytest.raises(ConfigError, match="flag --trainer.loss: there is no 'gspoo'. Did you mean"):
         rl("@", path, "--trainer.loss", "gspoo")

@@ -102,9 +102,15 @@ def test_extremes_stay_finite(
             {"type": "dpo", "odpo_alpha": 1.0, "label_smoothing": 0.1},
             "odpo_alpha = 1.0 does not go with label_smoothing = 0.1",
         ),
-        ({"type": "orpo", "rpo_alpha": 1.0}, "no effect with loss.type = 'orpo' .flag --loss.: it belongs to 'dpo', 'ipo'"),
+        (
+            {"type": "orpo", "rpo_alpha": 1.0},
+            "no effect with loss.type = 'orpo' .flag --loss.: it belongs to 'dpo', 'ipo'",
+        ),
         ({"type": "dpo", "rpo_alpha": -1.0}, "rpo_alpha"),
-        ({"type": "simpo", "reference": "precomputed"}, "no effect with loss.type = 'simpo' .flag --loss.: it belongs to 'dpo'"),
+        (
+            {"type": "simpo", "reference": "precomputed"},
+            "no effect with loss.type = 'simpo' .flag --loss.: it belongs to 'dpo'",
+        ),
         ({"type": "simpo", "reference_model": "b"}, "'loss.reference_model' has no effect with loss.type = 'simpo'"),
         (
             {"type": "dpo", "reference": "none", "reference_model": "b"},
