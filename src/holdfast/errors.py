@@ -4,6 +4,7 @@
     ├── ConfigError             a key, type or value that cannot be used           exit 2
     ├── DataError               a dataset, sample or model directory at fault      exit 2
     │   ├── PromptTooLong       the prompt of a task leaves no room for an answer  its group is dropped [1]
+    │   ├── TemplateRefusal     a chat template refuses a chat                     exit 2
     │   └── HistoryRewritten    a template rewrites turns, and no branch can begin exit 3, as of the environment
     ├── RunDirError             the output directory is in use or holds a run      exit 2
     ├── CheckpointError         a checkpoint is missing, damaged or does not fit   exit 2

@@ -70,6 +70,7 @@ def test_the_collector_rests_during_imports_and_leaves_what_they_made_alone() ->
         gc.unfreeze()
 
 
+@pytest.mark.launch
 def test_a_hidden_package_seems_not_to_be_installed() -> None:
     code = (
         "import importlib.util, sys\n"
