@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from holdfast.config.files import object_of
 from holdfast.errors import DataError
 
 if TYPE_CHECKING:
@@ -171,18 +172,11 @@ def parse_json(text: str, where: str) -> Any:
 def parse_object(text: str, where: str) -> dict[str, Any]:
     """Return the JSON object that `text` says. Raise DataError if it is something else, or has a key twice."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
-        return found
-
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        value = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+        value = json.loads(text, object_pairs_hook=object_of, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} must be a JSON object ({error}), got {_shown(text)}") from None
     if not isinstance(value, dict):

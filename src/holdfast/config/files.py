@@ -1,4 +1,4 @@
-"""TOML files of settings: read within limits, each error with the path."""
+"""TOML files of settings, read within limits, each error with the path; JSON objects without a lost key."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def read_file(path: str, shown: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} cannot be used: {TOO_DEEP}") from None
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, as the `object_pairs_hook` of `json`. Raise ValueError for a key that occurs twice: one of
+    the values would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+    return found
 
 
 def holds(data: Any, key: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from holdfast.config.by_type import ByType, by_type
-from holdfast.config.files import holds
+from holdfast.config.files import holds, object_of
 from holdfast.config.help import hint
 from holdfast.config.marks import models_in
 from holdfast.errors import ConfigError
@@ -84,7 +84,7 @@ class Flag:
             return self.chooser.table_of(text)
         if self.is_table or (self.is_list and text.startswith(("[", "{"))):
             try:
-                value = json.loads(text, object_pairs_hook=_object)
+                value = json.loads(text, object_pairs_hook=object_of)
             except ValueError as error:
                 text = f": '{cut(text)}'" if name.startswith("--") else ""  # a variable may hold a secret
                 others = "or in a file of the whole configuration (@ FILE.toml)"
@@ -98,15 +98,6 @@ class Flag:
         if self.is_list and str not in self.kinds and text not in self.words:
             return text.split(",")
         return text
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raise ValueError for a key that occurs twice: one of the values would be lost."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
 
 
 def _kinds(annotation: Any) -> set[Any]:

@@ -93,7 +93,7 @@ def only_run(command: str, words: Sequence[str], *, takes_evaluations: bool = Fa
     Args:
         takes_evaluations: directories of `evaluate` count, too.
 
-    Raise ConfigError, with a command line, if there is no run or several.
+    Raise ConfigError if no run is there, or several runs are. The error holds a command line.
     """
     found = all_runs(command, words, takes_evaluations=takes_evaluations)
     if len(found) == 1:

@@ -171,9 +171,9 @@ def test_only_a_variable_that_decided_is_noted(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_key_that_is_there_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "'lr' is there twice" in refused("sft", "--optim", '{"lr": 1, "lr": 2}')
+    assert "'lr' occurs twice" in refused("sft", "--optim", '{"lr": 1, "lr": 2}')
     monkeypatch.setenv("HOLDFAST_OPTIM", '{"lr": 1, "lr": 2}')
-    assert "'lr' is there twice" in refused("sft")
+    assert "'lr' occurs twice" in refused("sft")
 
 
 def test_null_and_switches_in_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
