@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 
 from tests.forking.engines import config_of, start_server
 from tests.forking.popen import Engine
@@ -98,6 +99,11 @@ def test_a_wide_model_gives_an_answer_the_same_bits_alone_and_in_batches(
         seeds = [3, 1, 2**40]
         alone = [server.choices(seeds=[seed])[0] for seed in seeds]
         crowd = _in_a_crowd(server, seeds)
+    is_emulated = "dtype" in more and not torch.cpu._is_avx512_bf16_supported()
+    said = "WARNING: this CPU has no instructions for bfloat16" in (tmp_path / "inference.log").read_text()
+    assert said == is_emulated
+    if is_emulated:  # the bits differ there
+        return
     for expected, choice in zip(alone, crowd, strict=True):
         assert (choice["token_ids"], choice["logprobs"]) == (expected["token_ids"], expected["logprobs"])
 

@@ -11,6 +11,7 @@ from holdfast.config.load import read_toml
 from holdfast.run import manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.mesh import Mesh
+from holdfast.view.run_data import read_run
 from tests.conftest import ModelFactory
 from tests.faults.held_steps import held_commit
 from tests.faults.run_states import FLAGS, LAST, differing, end_state
@@ -51,6 +52,29 @@ def test_a_killed_run_ends_in_the_same_bits(tiny_model: ModelFactory, sft_data: 
     assert ["checking the model" in one for one in phases] == [True, False]
     assert [(one.max_steps, one.epochs) for one in configs] == [(LAST, 0.75)] * 2
     assert (run_dir.logs(1) / "trainer.log").stat().st_size > 0
+
+
+@pytest.mark.launch
+def test_what_is_left_out_of_the_data_is_said_where_people_look(
+    tiny_model: ModelFactory, sft_data: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(
+        f'{sft_data.read_text()}{{"prompt": "a"}}\n' + '{"prompt": "a", "completion": "b", "score": 3}\n' * 2
+    )
+    flags = ("--max-steps", "1", "--data.on-bad-row", "drop")
+    run = shared_commands().sft(tmp_path / "run", tiny_model(), data, *flags).wait()
+    expected = (
+        "rows.jsonl: 1 of 63 rows cannot be used and are left out. The first: row 61: rows need",
+        "rows.jsonl: the column `score` is not read (2 rows, the first: row 62)",
+    )
+    told = [alarm.text for alarm in read_run(run.output).alarms]
+    assert run.code == 0, run.log
+    for said in expected:
+        assert f"WARNING: {data.parent}/{said}" in " ".join(run.log.split()) and any(said in text for text in told)
+    strict = shared_commands().sft(tmp_path / "strict", tiny_model(), data, *flags, "--data.strict").wait()
+    assert strict.code == 2 and all(said in " ".join(strict.log.split()) for said in expected), strict.log
+    assert not RunDir(tmp_path / "strict").published_weights() and "data.strict refuses such data" in strict.log
 
 
 @pytest.mark.ranks

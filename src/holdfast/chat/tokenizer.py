@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,8 +16,8 @@ from holdfast.chat.messages import Message, as_dict, roles_left_out, squeezed, t
 from holdfast.chat.template import ChatMessage, ChatTemplate
 from holdfast.chat.written import check_calls_written, is_value_written
 from holdfast.errors import ConfigError, DataError
+from holdfast.process.events import report
 
-_log = logging.getLogger("holdfast")
 # Stands for an assistant's turn when a template is rendered for the messages that follow it:
 # private-use characters, which no template and no user writes.
 _MARKER = "\ue0f0\ue0f1\ue0f0"
@@ -368,7 +367,7 @@ def _encoded(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 
 @lru_cache
 def _warn_of_what_is_left_out(name: str, role: str) -> None:
-    _log.warning("the chat template of '%s' leaves out what messages of role `%s` say in prompts", name, role)
+    report(f"WARNING: the chat template of '{name}' leaves out what messages of role `{role}` say in prompts")
 
 
 def _state(part: Any) -> Any:

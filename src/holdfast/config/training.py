@@ -495,6 +495,9 @@ class SftDataConfig(Section):
     too_long: Literal["error", "drop", "truncate"] = "error"
     """The treatment of a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
 
+    strict: Annotated[bool, Mark.FREE] = False
+    """Refuse data of which there would be a warning: rows that are left out or cut, columns and keys in no token."""
+
     train_on: Literal["all", "last"] = "all"
     """Trained part of a chat: `all` turns of the assistant, or the `last` turn; in rows with a prompt, only turns
     of the completion. Plain `text` is trained whole."""

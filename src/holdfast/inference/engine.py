@@ -17,6 +17,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import vllm.model_executor.models.registry as model_registry
 import vllm.v1.engine.utils as engine_utils
 from fastapi import FastAPI
@@ -273,6 +274,11 @@ def _cache_prefixes(args: Namespace) -> None:
     of a request depends on the requests beside it.
     """
     model = AsyncEngineArgs.from_cli_args(args).create_model_config()
+    if model.dtype is torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():  # then oneDNN emulates them
+        report(
+            "WARNING: this CPU has no instructions for bfloat16, so the last bits of log-probabilities depend on which "
+            "requests share a batch: no two runs have the same bits. With model.dtype float32 they have"
+        )
     if not model.has_inner_state:
         if args.block_size is None and not model.use_mla:  # MLA has its own block size
             args.block_size = 32

@@ -291,7 +291,7 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
         yield data_line(config, survey)
         if told := too_few_for_a_step(config, survey):
             yield f"  {told}"
-        yield from (f"  {note}" for note in survey.notes)
+        yield from (f"  WARNING: {note}" for note in survey.notes if config.dry_run)  # else the trainer reports them
         yield from (f"  first {side} {text}" for side, text in survey.first.items())
     optim = config.optim
     rate = f"lr {optim.lr:g} {optim.schedule}, warm-up {optim.warmup_steps} steps"

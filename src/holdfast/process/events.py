@@ -20,7 +20,8 @@ _log = logging.getLogger("holdfast")
 def report(phase: str, **fields: object) -> None:
     """Say that this process entered `phase`, such as `loading vllm` or `ready`."""
     details = " ".join(f"{key}={value}" for key, value in fields.items())
-    _log.info("%s%s", phase, f" ({details})" if details else "")
+    level = logging.WARNING if phase.startswith("WARNING") else logging.INFO
+    _log.log(level, "%s%s", phase.removeprefix("WARNING: "), f" ({details})" if details else "")
     path = os.environ.get(EVENTS_ENV)
     if path:
         append(path, os.environ.get(PROCESS_ENV, ""), phase, **fields)

@@ -106,7 +106,7 @@ def take_survey(config: SupervisedCommand) -> Survey:
     notes: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer").addHandler(handler)
+    logging.getLogger("holdfast").addHandler(handler)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     if isinstance(config, DpoConfig | RewardTrainingConfig):
         preferences = list(load_preferences(config, tokenizer))

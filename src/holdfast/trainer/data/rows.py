@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +13,6 @@ from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
 from holdfast.run.rows import Row as Row
 
-_log = logging.getLogger("trainer")
 _MOST_NAMED = 10
 
 
@@ -28,6 +26,7 @@ class Sample:
             since nothing predicts it.
         per_token: further float32 arrays of length L that follow the tokens, such as advantages.
         value: a number that its row says of it, such as the margin of a pair; 0 where it says none.
+        row: place of its row in the data.
         starts: where its sequences begin. No token sees tokens of another sequence, and the first token of each is
             never trained.
     """
@@ -37,6 +36,7 @@ class Sample:
     per_token: dict[str, np.ndarray] = field(default_factory=dict)
     value: float = 0.0
     starts: tuple[int, ...] = (0,)
+    row: int = 0
 
     @property
     def lengths(self) -> list[int]:
@@ -78,7 +78,7 @@ class Sample:
         """Return its first `length` tokens."""
         per_token = {name: values[:length] for name, values in self.per_token.items()}
         starts = tuple(start for start in self.starts if start < max(1, length))
-        return Sample(self.token_ids[:length], self.loss_mask[:length], per_token, self.value, starts)
+        return Sample(self.token_ids[:length], self.loss_mask[:length], per_token, self.value, starts, self.row)
 
     @property
     def targets(self) -> np.ndarray:
@@ -95,20 +95,18 @@ class BadRows(msgspec.Struct, frozen=True):
     def __add__(self, other: BadRows) -> BadRows:
         return BadRows(self.count + other.count, (*self.first, *other.first)[:_MOST_NAMED])
 
-    def settle(self, config: SftDataConfig, rows: int) -> None:
-        """Warn of rows that are left out.
+    def settle(self, config: SftDataConfig, rows: int) -> list[str]:
+        """Return what to say of rows that are left out, of `rows` of the data.
 
         Raises:
-            DataError: it is not to be left out, or nothing else is there.
+            DataError: no row is to be left out, or nothing else is there.
         """
         if not self.count:
-            return
+            return []
+        if config.on_bad_row == "drop" and self.count < rows:
+            return [f"{self.count:,} of {rows:,} rows cannot be used and are left out. The first: {self.first[0]}"]
         named = self.first[0]
         if self.count > 1:
             left = [f"and {self.count - len(self.first):,} more"] if self.count > len(self.first) else []
             named = "\n         ".join([f"{self.count:,} of {rows:,} rows cannot be used:", *self.first, *left])
-        if config.on_bad_row == "drop" and self.count < rows:
-            shown = named if self.count > 1 else f"1 of {rows:,} rows cannot be used: {named}"
-            _log.warning("%s, left out: %s", config.name, shown)
-            return
         raise DataError(f"{config.name}, {named}\n       data.on_bad_row = 'drop' leaves such rows out.")

@@ -9,7 +9,6 @@ repeat while it works, so no deadline of a collective limits the size of the dat
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -32,6 +31,7 @@ from holdfast.run.data_files import find_files
 from holdfast.run.rows import Rows, read_rows
 from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, has_format
 from holdfast.trainer.data.mistaken import refuse_mistaken
+from holdfast.trainer.data.remarks import lines_of, remarks_of, tell
 from holdfast.trainer.data.rows import BadRows, Sample
 from holdfast.trainer.data.tokenizing import (
     FEW_ROWS,
@@ -42,15 +42,12 @@ from holdfast.trainer.data.tokenizing import (
     make_cached,
     open_cached,
     ordered_chunks,
-    say_remarks,
     sizes_of,
     tokenize_rows,
 )
 
 if TYPE_CHECKING:
     from holdfast.trainer.mesh import Mesh
-
-_log = logging.getLogger("trainer")
 
 _TELL_S = 10.0
 _Work = Generator[None, None, str | None]
@@ -81,8 +78,8 @@ def read_samples(
         form = formats[cached.about.format]
         if is_main:
             report("tokenised", rows=f"{cached.about.rows:,}", format=form.name, cache=str(cached.directory))
-            cached.about.bad.settle(config, cached.about.rows)
-            say_remarks(cached.about.remarks, config.name)
+        about = cached.about
+        tell([*about.bad.settle(config, about.rows), *lines_of(about.remarks)], config, is_told=is_main)
         return cached.samples, form
     rows, place = open_dataset(config, formats, is_reported=is_main)
     if mesh is not None and len(counts := set(mesh.gather(len(rows)))) > 1:
@@ -109,9 +106,7 @@ def open_dataset(config: SftDataConfig, formats: tuple[Format, ...], *, is_repor
     refuse_mistaken(first, formats, name=config.name)
     form = find_format(first, formats, name=config.name)
     if is_reported:
-        unused = form.unused(first)
-        rest = {"columns_not_read": ", ".join(unused)} if unused else {}
-        report("tokenising", rows=f"{len(rows):,}", format=form.name, **rest)
+        report("tokenising", rows=f"{len(rows):,}", format=form.name)
     return rows, formats.index(form)
 
 
@@ -355,22 +350,26 @@ def load_samples(
     is_too_long = lengths > config.seq_len
     is_kept = ~is_too_long if config.too_long == "drop" else np.ones(len(lengths), dtype=bool)
     is_trained = first_targets < config.seq_len  # also if it is cut there
-    if too_long := int(is_too_long.sum()):
-        done = "dropped" if config.too_long == "drop" else "cut"
-        _log.warning("%s: %d samples of more than %d tokens were %s", config.name, too_long, config.seq_len, done)
-    if untrained := int((is_kept & ~is_trained).sum()):
-        _log.warning("%s: %d samples have nothing to train on and are left out", config.name, untrained)
+    is_untrained = is_kept & ~is_trained
+    untrained = int(is_untrained.sum())
     usable = np.flatnonzero(is_kept & is_trained)
     is_held_out = np.zeros(len(usable), dtype=bool)
     is_held_out[list(hold_out(len(usable), config.validation_fraction, seed=seed))] = True
     if is_held_out.all():
-        found = [(int((is_too_long & ~is_kept).sum()), f"have more than {config.seq_len} tokens and were dropped")]
+        why = [(int((is_too_long & ~is_kept).sum()), f"have more than {config.seq_len} tokens and were dropped")]
         cut = is_too_long & is_kept & ~is_trained
-        found += [(int(cut.sum()), "were cut before their answer"), (untrained - int(cut.sum()), "have no answer")]
-        found += [(len(usable), "are held out")]
+        why += [(int(cut.sum()), "were cut before their answer"), (untrained - int(cut.sum()), "have no answer")]
+        why += [(len(usable), "are held out")]
         raise DataError(
-            f"{config.name}: no samples to train on are left of {len(lengths):,}: {reasons(found, len(lengths))}"
+            f"{config.name}: no samples to train on are left of {len(lengths):,}: {reasons(why, len(lengths))}"
         )
+    done = "dropped" if config.too_long == "drop" else "cut"
+    texts = (
+        (f"samples of more than {config.seq_len:,} tokens are {done}", is_too_long),
+        ("samples have nothing to train on and are left out", is_untrained),
+    )
+    found = [(text, int(is_it.sum()), samples[int(is_it.argmax())].row) for text, is_it in texts]
+    tell(lines_of(remarks_of(config, found)), config, is_told=mesh is None or mesh.is_main)
     training, held_out = (
         ChosenSamples(samples, usable[places], most=config.seq_len) for places in (~is_held_out, is_held_out)
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import json
-import logging
 import multiprocessing
 import os
 import re
@@ -24,8 +23,8 @@ import signal
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -56,9 +55,9 @@ from holdfast.run.rows import Row, Rows, hub_fingerprint
 from holdfast.trainer.data import formats as row_formats
 from holdfast.trainer.data import rows as samples_of_rows
 from holdfast.trainer.data.formats import Format
+from holdfast.trainer.data.remarks import Remark, Remarks, join, lines_of, tell
 from holdfast.trainer.data.rows import BadRows, Sample
 
-_log = logging.getLogger("trainer")
 _CHUNK_ROWS = 500
 FEW_ROWS = 4000
 """For so many, neither workers nor a cache save time."""
@@ -76,7 +75,8 @@ class Chunk:
         index: place of the chunk in the dataset.
         num_rows: rows encoded, without unusable rows.
         ids, mask, lengths, values: of all samples, one after the other.
-        remarks: warnings about rows, with the number of rows.
+        rows: for each sample, the place of its row in the data.
+        remarks: warnings about rows.
         bad: rows that cannot be used.
         error: a bug, or an error of the settings; nothing after it is encoded.
     """
@@ -87,15 +87,18 @@ class Chunk:
     mask: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     values: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    remarks: Counter[str] = field(default_factory=Counter)
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    remarks: Remarks = field(default_factory=dict)
     bad: BadRows = field(default_factory=BadRows)
     error: Exception | None = None
 
     def samples(self) -> Iterator[Sample]:
         """Yield the samples in order."""
         ends = np.cumsum(self.lengths)
-        for start, end, value in zip(ends - self.lengths, ends, self.values.tolist(), strict=True):
-            yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy(), value=value)
+        for start, end, value, row in zip(
+            ends - self.lengths, ends, self.values.tolist(), self.rows.tolist(), strict=True
+        ):
+            yield Sample(self.ids[start:end].copy(), self.mask[start:end].copy(), value=value, row=row)
 
 
 def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, is_told: bool = True) -> list[Sample]:
@@ -110,9 +113,8 @@ def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, is_told:
     """
     workers = workers_of_this_rank(config.num_proc) if len(rows) > FEW_ROWS else 1
     chunks = list(ordered_chunks(rows, encode, config, workers=workers, is_told=is_told))
-    if is_told:
-        sum((chunk.bad for chunk in chunks), BadRows()).settle(config, len(rows))
-        say_remarks(sum((chunk.remarks for chunk in chunks), Counter()), config.name)
+    bad = sum((chunk.bad for chunk in chunks), BadRows()).settle(config, len(rows))
+    tell([*bad, *lines_of(join(chunk.remarks for chunk in chunks))], config, is_told=is_told)
     return [sample for chunk in chunks for sample in chunk.samples()]
 
 
@@ -153,8 +155,10 @@ def workers_of_this_rank(num_proc: int | None = None) -> int:
 def _encode_chunk(rows: Rows, encode: Encode, index: int) -> Chunk:
     chunk = Chunk(index)
     encoded: list[Encoded] = []
+    made_of: list[int] = []
+    first = index * _CHUNK_ROWS
     try:
-        for where, row in rows.take(index * _CHUNK_ROWS, (index + 1) * _CHUNK_ROWS):
+        for place, (where, row) in enumerate(rows.take(first, first + _CHUNK_ROWS), start=first):
             if isinstance(row, DataError):
                 chunk.bad += BadRows(1, (str(row),))
                 continue
@@ -164,12 +168,16 @@ def _encode_chunk(rows: Rows, encode: Encode, index: int) -> Chunk:
                 chunk.bad += BadRows(1, (f"{where}: {error}",))
                 continue
             encoded += parts
+            made_of += [place] * len(parts)
             chunk.num_rows += 1
-            chunk.remarks.update({remark for part in parts for remark in part.remarks})
+            for remark in {remark for part in parts for remark in part.remarks}:
+                known = chunk.remarks.get(remark, Remark(0, where))
+                chunk.remarks[remark] = Remark(known.count + 1, known.first)
     except Exception as error:  # noqa: BLE001 (ConfigError, or a bug: raised where all chunks come together)
         chunk.error = error
     chunk.lengths = np.array([len(part.ids) for part in encoded], dtype=np.int64)
     chunk.values = np.array([part.value for part in encoded], dtype=np.float64)
+    chunk.rows = np.array(made_of, dtype=np.int64)
     if encoded:
         chunk.ids = np.concatenate([np.array(part.ids, dtype=np.int32) for part in encoded])
         chunk.mask = np.concatenate([np.array(part.mask, dtype=bool) for part in encoded])
@@ -231,16 +239,17 @@ def _received(connection: Connection, process: BaseProcess, name: str) -> Chunk:
         raise ProcessDied(f"{name}: a process that tokenises rows {how}") from None
 
 
-def say_remarks(remarks: Mapping[str, int], name: str) -> None:
-    """Log the warnings about rows, such as of columns that are in no token."""
-    for remark, count in sorted(remarks.items()):
-        _log.warning("%s: %s (%d rows)", name, remark, count)
-
-
 UNTRAINED = np.iinfo(np.int32).max
 """The first trained token of a sample that has none."""
 
-_SCHEMA = pa.schema({"token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "value": pa.float64()})
+_SCHEMA = pa.schema(
+    {
+        "token_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.uint8()),
+        "value": pa.float64(),
+        "row": pa.int64(),
+    }
+)
 
 
 def write_chunk(writer: pa.ipc.RecordBatchFileWriter, chunk: Chunk) -> None:
@@ -249,7 +258,8 @@ def write_chunk(writer: pa.ipc.RecordBatchFileWriter, chunk: Chunk) -> None:
     ids = pa.ListArray.from_arrays(borders, pa.array(chunk.ids, type=pa.int32()))
     mask = pa.ListArray.from_arrays(borders, pa.array(chunk.mask.view(np.uint8), type=pa.uint8()))
     values = pa.array(chunk.values, type=pa.float64())
-    writer.write_batch(pa.record_batch([ids, mask, values], schema=_SCHEMA))
+    rows = pa.array(chunk.rows, type=pa.int64())
+    writer.write_batch(pa.record_batch([ids, mask, values, rows], schema=_SCHEMA))
 
 
 def open_writer(path: Path) -> pa.ipc.RecordBatchFileWriter:
@@ -289,14 +299,14 @@ class SampleTable(_Samples):
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         if reader.schema != _SCHEMA:
             raise pa.ArrowInvalid(f"{path} has other columns: {reader.schema.names}")
-        # For each batch: borders, tokens, masks and values of its samples.
-        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        # For each batch: borders, tokens, masks, values and rows of its samples.
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         firsts: list[np.ndarray] = []
         for number in range(reader.num_record_batches):
-            ids, mask, values = reader.get_batch(number).columns
+            ids, mask, values, rows = reader.get_batch(number).columns
             borders = ids.offsets.to_numpy()
             loss_mask = mask.values.to_numpy().view(bool)
-            self._parts.append((borders, ids.values.to_numpy(), loss_mask, values.to_numpy()))
+            self._parts.append((borders, ids.values.to_numpy(), loss_mask, values.to_numpy(), rows.to_numpy()))
             firsts.append(_first_targets(borders, loss_mask))
         counts = [len(borders) - 1 for borders, *_ in self._parts]
         self._ends = np.cumsum(counts, dtype=np.int64)
@@ -309,10 +319,10 @@ class SampleTable(_Samples):
 
     def _at(self, place: int) -> Sample:
         part = int(np.searchsorted(self._ends, place, side="right"))
-        borders, ids, mask, values = self._parts[part]
+        borders, ids, mask, values, rows = self._parts[part]
         own = place - (int(self._ends[part]) - len(values))
         start, end = borders[own], borders[own + 1]
-        return Sample(ids[start:end], mask[start:end], value=float(values[own]))
+        return Sample(ids[start:end], mask[start:end], value=float(values[own]), row=int(rows[own]))
 
 
 class ChosenSamples(_Samples):
@@ -389,14 +399,14 @@ class About(msgspec.Struct, frozen=True):
         digest: xxh3-128 of the file of samples and of the other attributes.
         format: place among the formats that were looked for.
         rows: of the data.
-        remarks: what is in the data and not in the tokens, and in how many rows.
+        remarks: what is in the data and not in the tokens, and in which rows.
         bad: rows that are left out.
     """
 
     digest: str
     format: int
     rows: int
-    remarks: dict[str, int]
+    remarks: Remarks
     bad: BadRows
 
 
@@ -483,11 +493,12 @@ def make_cached(
     with scratch_directory(directory.parent) as scratch:
         temporary = scratch / directory.name
         temporary.mkdir()
-        rows, remarks, bad = 0, Counter[str](), BadRows()
+        rows, bad = 0, BadRows()
+        remarks: Remarks = {}
         for chunk in chunks_to_file(temporary / _SAMPLES, chunks):
             rows += chunk.num_rows + chunk.bad.count
             bad += chunk.bad
-            remarks += chunk.remarks
+            remarks = join([remarks, chunk.remarks])
             yield chunk
         about = About("", format_place, rows, remarks, bad)
         about = msgspec.structs.replace(about, digest=_digest_of_cached(temporary / _SAMPLES, about))

@@ -6,9 +6,7 @@ the same micro-batch, since the loss compares them.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -18,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.errors import DataError
 from holdfast.trainer.data.formats import ANSWER_FORMATS, PAIR_FORMATS, Format
+from holdfast.trainer.data.remarks import lines_of, remarks_of, tell
 from holdfast.trainer.data.rows import Sample
 from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, hold_out, read_samples, reasons
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from holdfast.trainer.mesh import Mesh
     from holdfast.trainer.model.packing_check import Layout
 
-_log = logging.getLogger("trainer")
 Fault = Literal["too long", "untrained", "equal"]
 
 
@@ -103,41 +101,55 @@ def load_pairs(
         ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
     """
     sides, _ = read_samples(config, chat_tokenizer(tokenizer), formats, mesh=mesh)
-    return usable_pairs(config, sides)
+    return usable_pairs(config, sides, is_told=mesh is None or mesh.is_main)
 
 
-def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample]) -> list[Pair]:
+def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample], *, is_told: bool = True) -> list[Pair]:
     """Return the pairs of the given sides (chosen, rejected, chosen, ...) that can be trained, as `config` says.
 
+    Args:
+        is_told: whether warnings are reported.
+
     Raises:
-        DataError: there is none.
+        DataError: there is none, or `config` refuses data with warnings.
     """
     pairs: list[Pair] = []
-    faults: Counter[Fault] = Counter()
+    faults: dict[Fault, list[int]] = {"too long": [], "untrained": [], "equal": []}
     for place in range(0, len(sides), 2):
         chosen, rejected = pair = sides[place], sides[place + 1]
         if max(len(side.token_ids) for side in pair) > config.seq_len:
-            faults["too long"] += 1
+            faults["too long"].append(chosen.row)
             if config.too_long == "drop":
                 continue
             pair = chosen.cut(config.seq_len), rejected.cut(config.seq_len)
         if not all(side.num_targets for side in pair):
-            faults["untrained"] += 1
+            faults["untrained"].append(chosen.row)
         elif np.array_equal(pair[0].token_ids, pair[1].token_ids):
-            faults["equal"] += 1
+            faults["equal"].append(chosen.row)
         else:
             pairs.append(Pair(*pair, number=len(pairs)))
-    _report(config, faults)
+    done = "dropped" if config.too_long == "drop" else "cut"
     if not pairs:
-        done = "were dropped" if config.too_long == "drop" else "were cut"
         found = [
-            (faults["too long"], f"have a side of more than {config.seq_len} tokens and {done}"),
-            (faults["untrained"], "have a side with nothing to train on"),
-            (faults["equal"], "have the same tokens on both sides"),
+            (len(faults["too long"]), f"have a side of more than {config.seq_len} tokens and were {done}"),
+            (len(faults["untrained"]), "have a side with nothing to train on"),
+            (len(faults["equal"]), "have the same tokens on both sides"),
         ]
         total = len(sides) // 2
         raise DataError(f"{config.name}: no pairs to train on are left of {total:,}: {reasons(found, total)}")
+    texts: dict[Fault, str] = {
+        "too long": f"pairs with a side of more than {config.seq_len:,} tokens are {done}",
+        "untrained": "pairs have a side with nothing to train on and are left out",
+        "equal": "pairs have the same tokens on both sides and are left out",
+    }
+    _tell(config, [(text, faults[fault]) for fault, text in texts.items()], is_told=is_told)
     return pairs
+
+
+def _tell(config: PreferenceDataConfig, found: Sequence[tuple[str, Sequence[int]]], *, is_told: bool) -> None:
+    """Report warnings, each with the places of its rows. Raise DataError if the data are refused for them."""
+    remarks = remarks_of(config, [(text, len(rows), min(rows, default=0)) for text, rows in found])
+    tell(lines_of(remarks), config, is_told=is_told)
 
 
 @dataclass(frozen=True)
@@ -185,12 +197,13 @@ def load_answers(
             only.
     """
     samples, form = read_samples(config, chat_tokenizer(tokenizer), ANSWER_FORMATS, mesh=mesh)
+    is_told = mesh is None or mesh.is_main
     if form in PAIR_FORMATS:
-        pairs = usable_pairs(config, samples)
+        pairs = usable_pairs(config, samples, is_told=is_told)
         answers = [replace(side, value=value) for pair in pairs for side, value in zip(pair.sides, (1, 0), strict=True)]
         rows = [pair.row for pair in pairs for _ in pair.sides]
     else:
-        answers = _usable(config, samples)
+        answers = _usable(config, samples, is_told=is_told)
         rows = list(range(len(answers)))
     others = mismatched_places([_prompt(answer).tobytes() for answer in answers])
     if not others:
@@ -231,17 +244,27 @@ def mismatched_places(prompts: Sequence[bytes]) -> list[int]:
     return others
 
 
-def _usable(config: PreferenceDataConfig, samples: Sequence[Sample]) -> list[Sample]:
+def _usable(config: PreferenceDataConfig, samples: Sequence[Sample], *, is_told: bool) -> list[Sample]:
     """Return the answers that can be trained, as `config` says."""
-    fitting = [sample for sample in samples if len(sample.token_ids) <= config.seq_len or config.too_long != "drop"]
-    answers = [answer for sample in fitting if (answer := sample.cut(config.seq_len)).num_targets]
-    if too_long := sum(len(sample.token_ids) > config.seq_len for sample in samples):
-        done = "dropped" if config.too_long == "drop" else "cut"
-        _log.warning("%s: %d answers of more than %d tokens were %s", config.name, too_long, config.seq_len, done)
-    if untrained := len(fitting) - len(answers):
-        _log.warning("%s: %d answers have nothing to train on and are left out", config.name, untrained)
+    too_long, untrained, answers = list[int](), list[int](), list[Sample]()
+    for sample in samples:
+        if len(sample.token_ids) > config.seq_len:
+            too_long.append(sample.row)
+            if config.too_long == "drop":
+                continue
+        answer = sample.cut(config.seq_len)
+        if answer.num_targets:
+            answers.append(answer)
+        else:
+            untrained.append(sample.row)
     if not answers:
         raise DataError(f"{config.name}: no answers to train on are left")
+    done = "dropped" if config.too_long == "drop" else "cut"
+    found = [
+        (f"answers of more than {config.seq_len:,} tokens are {done}", too_long),
+        ("answers have nothing to train on and are left out", untrained),
+    ]
+    _tell(config, found, is_told=is_told)
     return answers
 
 
@@ -319,15 +342,3 @@ def plan_preferences(
 def _shared_tokens(pair: Preference) -> int:
     one, other = pair.sides
     return one.prompt_length if one.shared_prompt == other.shared_prompt else 0
-
-
-def _report(config: PreferenceDataConfig, faults: Mapping[Fault, int]) -> None:
-    done = "dropped" if config.too_long == "drop" else "cut"
-    texts: dict[Fault, str] = {
-        "too long": f"with a side of more than {config.seq_len} tokens were {done}",
-        "untrained": "have a side with nothing to train on and are left out",
-        "equal": "have the same tokens on both sides and are left out",
-    }
-    for fault, text in texts.items():
-        if faults[fault]:
-            _log.warning("%s: %d pairs %s", config.name, faults[fault], text)

@@ -6,7 +6,6 @@ rejected one, each at its last token; the loop over the pairs is in `holdfast.tr
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -29,8 +28,6 @@ from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, spl
 from holdfast.trainer.programs.sft import train_on_rows
 from holdfast.trainer.session import start_program, start_session
 from holdfast.trainer.survey import load_preferences, survey_of, tell_data
-
-_log = logging.getLogger("trainer")
 
 
 def run(config: RewardTrainingConfig) -> None:
@@ -124,13 +121,14 @@ def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> 
             published.pad_token_id = tokenizer.pad_token_id
         padding = published.pad_token_id
         if padding is None:
-            _log.warning("neither model nor tokenizer has a pad token: transformers will score one text at a time only")
+            report(
+                "WARNING: neither model nor tokenizer has a pad token: transformers will score single texts only"
+            )
         elif any(side.token_ids[-1] == padding for pair in pairs for side in pair.sides):
-            _log.warning(
-                "answers end in token %d, which is also the padding: transformers' own classification takes the token "
-                "before it, so its scores differ from those trained here. Set another pad_token_id in the model's "
-                "config.json.",
-                padding,
+            report(
+                f"WARNING: answers end in token {padding}, which is also the padding: transformers' own classification "
+                "takes the token before it, so its scores differ from those trained here. Set another pad_token_id in "
+                "the model's config.json."
             )
         return model
 

@@ -130,7 +130,9 @@ def test_samples_that_are_too_long(tokenizer: Tokenizer, tmp_path: Path, caplog:
         assert [len(sample.token_ids) for sample in kept] == lengths, too_long
     assert trained_text(kept[-1], tokenizer) == "xxxxx"
     for done in ("dropped", "cut"):
-        assert f"2 samples of more than 7 tokens were {done}" in caplog.text
+        assert f"samples of more than 7 tokens are {done} (2 rows, the first: row 5)" in caplog.text
+    said = refused(path, tokenizer, seq_len=7, too_long="drop", strict=True)
+    assert "a.jsonl: samples of more than 7 tokens are dropped (2 rows, the first: row 5)\n       data.strict" in said
     for too_long, why in (("drop", "have more than 2 tokens and were dropped"), ("truncate", "were cut before their")):
         said = refused(path, tokenizer, seq_len=2, too_long=too_long)
         assert f"no samples to train on are left of 6: all {why}" in said
@@ -372,11 +374,11 @@ def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     path = write(tmp_path / "a.jsonl", rows)
     monkeypatch.setattr(tokenizing, "available_cores", lambda: 1)
     serial = load(path, tokenizer)
-    assert "(400 rows)" in caplog.text and "have `wait`" in caplog.text
+    assert "(400 rows, the first: row 1)" in caplog.text and "have `wait`" in caplog.text
     monkeypatch.setattr(tokenizing, "available_cores", lambda: 3)
     caplog.clear()
     assert fingerprint_samples(load(path, tokenizer)) == fingerprint_samples(serial)
-    assert "(400 rows)" in caplog.text and "done=400 total=400 unit=rows" in caplog.text
+    assert "(400 rows, the first: row 1)" in caplog.text and "done=400 total=400 unit=rows" in caplog.text
     for bad in (390, 200, 95):
         rows[bad] = {"messages": "text"}
         assert f"row {bad + 1}: " in refused(write(path, rows), tokenizer)
@@ -387,7 +389,7 @@ def test_several_workers_make_the_same_samples_and_name_the_first_bad_row(
     kept = load(path, tokenizer, on_bad_row="drop")
     expected = [sample for place, sample in enumerate(serial) if place not in (95, 200, 390)]
     assert fingerprint_samples(kept) == fingerprint_samples(expected)
-    assert "left out: 3 of 400 rows cannot be used:" in caplog.text and "row 391: expected a list" in caplog.text
+    assert "3 of 400 rows cannot be used and are left out. The first: row 96: expected a list" in caplog.text
 
 
 def test_ten_bad_rows_are_named_and_the_rest_is_counted_whatever_is_wrong_with_them(
@@ -414,7 +416,7 @@ def test_roles_no_template_knows_count(tokenizer: Tokenizer, tmp_path: Path, cap
     load(write(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": [USER, HELLO]}] * 3), tokenizer)
     for role in ("human", "gpt"):
         assert f"messages have the role `{role}`, which is not one of assistant, developer, system" in caplog.text
-    assert caplog.text.count("(3 rows)") >= 2
+    assert caplog.text.count("(3 rows, the first: row 1)") >= 2
     caplog.clear()
     load(write(tmp_path / "b.jsonl", [{"conversations": CONVERSATION}]), tokenizer)
     assert "role" not in caplog.text
@@ -437,7 +439,10 @@ def test_rows_with_an_empty_answer_are_counted(
     empty: dict[str, Any], full: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(write(tmp_path / "a.jsonl", [full, empty, full, empty]), tokenizer)
-    assert "an answer that is trained is empty, so that the model learns to end at once (2 rows)" in caplog.text
+    assert (
+        "an answer that is trained is empty, so that the model learns to end at once (2 rows, the first: row 2)"
+        in caplog.text
+    )
     caplog.clear()
     load(write(tmp_path / "b.jsonl", [full] * 3), tokenizer)
     assert "empty" not in caplog.text

@@ -223,7 +223,7 @@ def test_a_full_disk_keeps_no_cache(config: SftDataConfig, digest: Digest, capfd
         assert found == expected
 
     assert exit_codes(load) == [0]
-    assert capfd.readouterr().err.count("WARNING: data.cache_dir: tokenised data cannot be kept in") == 1
+    assert capfd.readouterr().err.count("data.cache_dir: tokenised data cannot be kept in") == 1
     assert entries(config) == []
 
 
@@ -237,7 +237,7 @@ def test_where_no_directory_can_be_made_there_is_no_cache_and_that_is_said_once(
         monkeypatch.setenv("HOLDFAST_CACHE", "~nobody-of-this-name/cache")
     with caplog.at_level(logging.INFO):
         assert digest(config, cache_dir=own) == expected
-    assert caplog.text.count(f"WARNING: data.cache_dir: tokenised data cannot be {said}") == 1
+    assert caplog.text.count(f"data.cache_dir: tokenised data cannot be {said}") == 1
 
 
 def test_rows_of_a_hub_are_kept_by_their_revision(

@@ -121,7 +121,9 @@ def test_margins_must_be_numbers(tmp_path: Path, tokenizer: Tokenizer, margin: A
 def test_pairs_of_no_use_are_left_out(tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     equal = {"prompt": "x>", "chosen": "x", "rejected": "x"}
     assert [pair.number for pair in read(tmp_path, [equal, *TEXTS], tokenizer)] == [0, 1]
-    assert "1 pairs have the same tokens on both sides" in caplog.text
+    assert "pairs have the same tokens on both sides and are left out (row 1)" in caplog.text
+    with pytest.raises(DataError, match="pairs have the same tokens on both sides and are left out .row 1.\n.*strict"):
+        read(tmp_path, [equal, *TEXTS], tokenizer, strict=True)
     with pytest.raises(DataError, match="no pairs to train on"):
         read(tmp_path, [equal], tokenizer)
     long = {"prompt": "abcdefgh>", "chosen": "x", "rejected": "y"}  # cut, nothing of the answers is left
@@ -396,9 +398,9 @@ def test_labelled_rows_of_no_use(tmp_path: Path, tokenizer: Tokenizer, caplog: p
     assert [len(answer.answer.token_ids) for answer in load(LABELLED, **cutting)][1] == 9
     assert len(load([long, *LABELLED], **cutting)) == 3
     for said in (
-        "1 answers of more than 9 tokens were drop",
-        "were cut",
-        "1 answers have nothing to train on and are left",
+        "answers of more than 9 tokens are dropped (row 2)",
+        "answers of more than 9 tokens are cut (row 2)",
+        "answers have nothing to train on and are left out (row 1)",
     ):
         assert said in caplog.text
     mismatched = [one.mismatched for one in load([LABELLED[0], {**LABELLED[2], "completion": "edcedc"}], seq_len=11)]
