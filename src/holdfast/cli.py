@@ -46,7 +46,7 @@ COMMANDS = {
     ),
     "ckpt": ("Checkpoints: list, verify, show, export.", "commands.ckpt:main", None),
     "environments": (
-        "Environments: begin one, check one.",
+        "Environments: list, begin one, check one.",
         "commands.environments:main",
         None,
     ),
@@ -74,7 +74,9 @@ def dispatch(argv: list[str]) -> int:
     """Run the command that the first word names, or list the commands; return the exit code. Raise ConfigError
     with the nearest spelling if the command is unknown."""
     name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
+    if name == "help" and len(argv) > 1:
+        return dispatch([argv[1], "--help", *argv[2:]])
+    if name in ("-h", "--help", "help"):
         print(_help())
         return 0
     if name == "--version":
@@ -108,7 +110,7 @@ def run(name: str, argv: list[str]) -> int:
     from holdfast.config.given import check_given
     from holdfast.config.load import parse_command_line
 
-    parsed = parse_command_line(getattr(import_module("holdfast.config"), configuration), argv)
+    parsed = parse_command_line(getattr(import_module("holdfast.config"), configuration), argv, name)
     check_given(name, parsed)
     if not parsed.dry_run:
         from holdfast.process.child import make_output_lossy

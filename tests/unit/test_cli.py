@@ -286,7 +286,12 @@ def test_a_command_is_the_same_by_either_name(name: str, run_command: Command, h
         assert by_itself[0] == (0 if words == ["--help"] else 2)
 
 
-@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
+def test_help_of_a_command_may_be_asked_for_first(holdfast: Command) -> None:
+    for words in (["rl"], ["rl", "loss"], ["ckpt"]):
+        assert holdfast("help", *words) == holdfast(words[0], "--help", *words[1:])
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
 def test_help_lists_every_command(words: list[str], holdfast: Command) -> None:
     code, out, err = holdfast(*words)
     assert (code, err) == (0, "")

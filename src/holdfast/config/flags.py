@@ -25,6 +25,10 @@ from holdfast.errors import ConfigError
 _MOST_CHARACTERS = 300
 
 
+class StrayWord(Exception):
+    """A word of a command line that is neither a flag nor the value of a flag."""
+
+
 @dataclass(frozen=True)
 class Flag:
     """A setting as a flag.
@@ -144,6 +148,7 @@ def read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, A
 
     Raises:
         ConfigError: a word that is not a flag, a flag without its value, or a value that is not JSON and must be.
+        StrayWord: as said there.
     """
     values: dict[str, Any] = {}
     given: dict[str, str] = {}
@@ -189,8 +194,7 @@ def read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, A
         hints = [f"unknown flag '{name}'.{hint(name, keys)}" for name in dict.fromkeys(unknown)]
         raise ConfigError("\n       ".join(hints) + " --help lists the sections of settings, --help-all all flags.")
     if stray:
-        way = f" Write: @ {cut(stray)}" if stray.endswith(".toml") else ""
-        raise ConfigError(f"unexpected '{cut(stray)}'. Settings are '--name value', files '@ file.toml'.{way}")
+        raise StrayWord(stray)
     return values, given
 
 

@@ -57,16 +57,28 @@ def text(command: str, summary: str, argv: Sequence[str]) -> str:
     asked = argv[place + 1].strip("-").replace("-", "_") if place + 1 < len(argv) else ""
     if not asked or asked.startswith("@"):
         return _screen(command, summary, sections, width)
-    found = [name for name in sections if name == asked or name.startswith((f"{asked}.", f"{asked}["))]
-    if found:
-        return "\n\n".join(_section(name, sections[name], width) for name in found)
-    for name, table in sections.items():
-        if settings := [one for one in table["settings"] if one["key"] == asked]:
-            return _section(name, {**table, "settings": settings}, width)
+    keys = [one["key"] for table in sections.values() for one in table["settings"]]
+    # A section or a setting by its key, else each by the last part of its key.
+    for fits in (str.__eq__, lambda key, name: key.endswith(f".{name}")):
+        whole = tuple(name for name in sections if name and fits(name, asked))
+        if found := [name for name in sections if name in whole or name.startswith(_inside(whole))]:
+            return "\n\n".join(_section(name, sections[name], width) for name in found)
+        if named := [key for key in keys if fits(key, asked)]:
+            tables = {
+                name: [one for one in table["settings"] if one["key"] in named] for name, table in sections.items()
+            }
+            return "\n\n".join(
+                _section(name, {**sections[name], "settings": found}, width) for name, found in tables.items() if found
+            )
+    said = nearest(asked, [*sections]) or hint(asked, keys)
     raise ConfigError(
-        f"--help {argv[place + 1]}: {command} has no such section or setting.{nearest(asked, [*sections])} "
-        f"`{command} --help` lists the sections."
+        f"--help {argv[place + 1]}: {command} has no such section or setting.{said} `{command} --help` lists the "
+        "sections."
     )
+
+
+def _inside(sections: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{name}{end}" for name in sections for end in ".[")
 
 
 def _sections(command: str) -> dict[str, dict[str, Any]]:

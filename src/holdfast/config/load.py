@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,21 +27,26 @@ from pydantic import BaseModel, ValidationError
 from holdfast.config.base import Command
 from holdfast.config.by_type import ByType, by_type
 from holdfast.config.files import TOO_DEEP, holds, read_file
-from holdfast.config.flags import cut, flags_of, model_in
+from holdfast.config.flags import StrayWord, cut, flags_of, model_in
 from holdfast.config.help import hint
 from holdfast.errors import ConfigError, nearest
+from holdfast.process.imports import is_checkout
 
 C = TypeVar("C", bound=Command)
 OriginOf = Callable[[str], str | None]
 
 _MOST_LINES = 20
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 # User and password of a URL.
 _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 
 
-def parse_command_line(command: type[C], argv: list[str]) -> C:
+def parse_command_line(command: type[C], argv: list[str], program: str = "") -> C:
     """Return the validated configuration of `command` from flags, environment and files. Raise ConfigError if a file,
     key, type or value cannot be used.
+
+    Args:
+        program: the name of the command, for errors that print the right command line.
 
     Returns:
         A plain `command`: its copies and the processes that it is handed to read no source again.
@@ -59,11 +66,33 @@ def parse_command_line(command: type[C], argv: list[str]) -> C:
     except ValidationError as error:
         assert sources is not None
         raise ConfigError(_describe(error, command, sources.origin_of, sources.given)) from None
+    except StrayWord as error:
+        raise ConfigError(_describe_stray(error.args[0], command, program, argv)) from None
     except RecursionError:
         raise ConfigError(f"a value cannot be used: {TOO_DEEP}") from None
     config = command.model_construct(settings.model_fields_set, **dict(settings))
     config.note_given(sources.decided)
     return config
+
+
+def _describe_stray(word: str, command: type[BaseModel], program: str, argv: list[str]) -> str:
+    """Say what a word that belongs to no flag may stand for, by the whole command."""
+    path, known, flag = Path(word), flags_of(command), None
+    with suppress(OSError):  # a name that is too long
+        if word.endswith(".toml"):
+            flag = "@"
+        elif path.suffix in _DATA_SUFFIXES and "--data.name" in known:
+            flag = "--data.name"
+        elif "--model.name" in known and ((path / "config.json").is_file() or program == "inference"):
+            flag = "--model.name"
+        elif "--run" in known:
+            flag = "--run"
+    told = f"unexpected '{cut(word)}'. Settings are '--name value', files '@ file.toml'."
+    if flag is None or argv.count(word) != 1:
+        return told
+    at = argv.index(word)
+    line = shlex.join([*argv[:at], flag, *argv[at:]])
+    return f"{told} Write:\n  {'uv run ' if is_checkout() else ''}{program} {line}"
 
 
 def _describe(error: ValidationError, command: type[BaseModel], origin_of: OriginOf, given: Mapping[str, str]) -> str:

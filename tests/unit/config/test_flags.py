@@ -266,8 +266,12 @@ def test_help_of_a_section_a_setting_and_of_nothing() -> None:
     assert "--trainer.optim.lr" not in section
     for words in (["--help", "trainer.optim.lr"], ["--help", "--trainer.optim.lr"]):
         assert help.text("rl", SUMMARY, words).count("--trainer.optim.") == 1
-    with pytest.raises(ConfigError, match=r"Did you mean 'trainer.loss'\?"):
-        help.text("rl", SUMMARY, ["--help", "trainer.los"])
+    assert help.text("rl", SUMMARY, ["--help", "loss"]) == section, "by its last part"
+    by_end = help.text("rl", SUMMARY, ["--help", "max-grad-norm"])
+    assert re.findall(r"--[\w.-]+", by_end) == [f"--trainer.{one}optim.max-grad-norm" for one in ("", "critic.")]
+    for name, meant in (("trainer.los", "trainer.loss"), ("learning_rate", "trainer.optim.lr")):
+        with pytest.raises(ConfigError, match=rf"Did you mean '{meant}'\?"):
+            help.text("rl", SUMMARY, ["--help", name])
     assert help.text("rl", SUMMARY, ["--help", "@", "x.toml"]) == help.text("rl", SUMMARY, ["-h"])
 
 
