@@ -126,7 +126,7 @@ def test_a_tracker_that_fails_costs_one_warning_and_is_sent_to_later(
         run_tracked("--max-steps", "2", "--tracking.backends", _BROKEN, "--tracking.finish-timeout-s", "20")
     )
     assert "finished step 2 of 2" in run.output
-    assert f"`track {run.run_dir.path} --to {_BROKEN}` sends what is missing" in run.output
+    assert f"`uv run track {run.run_dir.path} --to {_BROKEN}` sends what is missing" in run.output
     assert "Traceback" not in run.output
     assert not (run.run_dir.path / "own.txt").exists()
     monkeypatch.setenv("TRACKER_FAILS", "")

@@ -23,6 +23,7 @@ from holdfast.process.child import is_ignored
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.process.imports import module_command
+from holdfast.run.choose_run import command_line
 from holdfast.view.load_tracker import BUILT_IN, check_tracker
 from holdfast.view.sending import label_of
 
@@ -113,12 +114,12 @@ class SideProcesses:
             settings = config.tracking.model_dump_json()
             for name in config.tracking.backends:
                 argv = module_command("holdfast.view.track", str(run), name, settings)
-                remedy = f"`track {run} --to {name}` sends what is missing."
+                remedy = f"`{command_line('track', run, ['--to', name])}` sends what is missing."
                 log = self._logs / f"tracking_{label_of(name)}.log"
                 self._processes.append(_SideProcess(name, argv, remedy, log))
         if config.dashboard is not None:
             argv = module_command("holdfast.view.serve", str(run), str(config.dashboard.port))
-            remedy = f"`report {run}` makes the page."
+            remedy = f"`{command_line('report', run)}` makes the page."
             self._processes.append(_SideProcess("dashboard", argv, remedy, self._logs / "dashboard.log"))
 
     def __enter__(self) -> SideProcesses:

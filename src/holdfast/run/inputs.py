@@ -89,6 +89,10 @@ def _what_to_give(path: Path) -> str:
             f"for, with `--model.lora --ckpt.init-from {path}`; or merge the two (peft's merge_and_unload)."
         )
     home = "`~` is not replaced here: write the whole path. " if path.parts[:1] and path.parts[0][:1] == "~" else ""
+    maker = Path("examples", path.parent.name, "make_model.py")
+    if path == Path("outputs", path.parent.name, "model") and maker.is_file():
+        group, module = path.parent.name, ".".join(maker.with_suffix("").parts)
+        home = f"Make it by `uv run --group {group} python -m {module}`, or name another model. "
     return f"{home}Give a directory with config.json, safetensors and tokenizer, or a hub id such as Qwen/Qwen3-0.6B."
 
 

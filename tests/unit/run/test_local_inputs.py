@@ -54,6 +54,15 @@ def test_weights_that_are_none_are_told_by_their_header(content: bytes, said: st
     assert said in message and "model.safetensors" in message and str(tmp_path) in message
 
 
+def test_the_model_of_an_example_is_told_with_the_command_that_makes_it(in_tmp_path: Path) -> None:
+    maker = in_tmp_path / "examples" / "tiny" / "make_model.py"
+    maker.parent.mkdir(parents=True)
+    maker.touch()
+    said = refusal(lambda: check_model_path("outputs/tiny/model", key="model.name"))
+    assert "Make it by `uv run --group tiny python -m examples.tiny.make_model`, or name another model." in said
+    assert "make_model" not in refusal(lambda: check_model_path("outputs/other/model", key="model.name"))
+
+
 def test_whole_weights_pass_in_one_file_or_in_several(tmp_path: Path) -> None:
     check_weights_path("someone/model")
     (tmp_path / "model.safetensors").write_bytes(weights_of(ONE, num_bytes=8))

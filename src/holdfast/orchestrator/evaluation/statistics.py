@@ -27,6 +27,7 @@ from holdfast.orchestrator.evaluation.results import (
     read_tasks,
 )
 from holdfast.run import checked
+from holdfast.run.choose_run import command_line
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, number_of
 
 if TYPE_CHECKING:
@@ -280,10 +281,10 @@ def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
     if damaged:
         run = directory.absolute().parent.parent
         if directory.absolute().parent.name == "evaluations" and RunDir(run).holds_run():
-            raise DataError(
-                f"{damaged[0]}. `evaluate --run {run} --step {number_of(directory)} --output-dir DIRECTORY` "
-                "evaluates that step again, in a directory of its own"
+            line = command_line(
+                "evaluate --run", run, ["--step", str(number_of(directory)), "--output-dir", "DIRECTORY"]
             )
+            raise DataError(f"{damaged[0]}. `{line}` evaluates that step again, in a directory of its own")
         raise DataError(
             f"{damaged[0]}. Give the command that began the evaluation again: it plays that task again alone"
         )
