@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError, nearest
@@ -24,9 +25,15 @@ class Parser(argparse.ArgumentParser):
 
 
 class Subcommands:
-    """A parser with subcommands, which share the arguments of the parser `shared`."""
+    """A parser with subcommands, which share the arguments of the parser `shared`.
 
-    def __init__(self, program: str, description: str, epilog: str, *, shared: Parser | None = None) -> None:
+    Commands that messages print begin with `prefix`, such as `uv run `.
+    """
+
+    def __init__(
+        self, program: str, description: str, epilog: str, *, prefix: str = "", shared: Parser | None = None
+    ) -> None:
+        self._prefix = prefix
         self._epilog = epilog
         self._shared = shared or Parser(add_help=False)
         self._parser = Parser(prog=program, description=description, epilog=epilog)
@@ -48,42 +55,63 @@ class Subcommands:
 
         Raise ConfigError for an unknown subcommand or flag (with the nearest spelling) or a bad value.
         """
-        program, commands = self._parser.prog, self._commands
         first = argv[0] if argv else "--help"
-        if first.startswith("-"):
-            if first not in ("-h", "--help"):
-                example = next(iter(commands))
-                raise ConfigError(
-                    f"'{first}' comes before the subcommand. Write it after, as in `{program} {example} {first} ...`."
-                )
+        if first in ("-h", "--help"):
             self._parser.parse_args([first])
-        _check_words(program, first, argv[1:], commands)
-        arguments = self._parse_words(commands[first], argv[1:])
+        if first not in self._commands:
+            raise self._without_subcommand(argv)
+        _check_flags(self._commands[first], argv[1:])
+        arguments = self._parse_words(self._commands[first], argv[1:])
         arguments.command = first
         return arguments
+
+    def _without_subcommand(self, argv: Sequence[str]) -> ConfigError:
+        """Return the error that the first word is not a subcommand, with a line that has one: a later word, the nearest
+        in spelling, or else the first that there is."""
+        first = argv[0]
+        told = f"'{first}' comes before the subcommand."
+        name, others = self.take_subcommand(argv)
+        if name is None and not first.startswith("-"):
+            near = nearest(first, self._commands)
+            told = f"unknown subcommand '{first}'.{near}"
+            name = next((one for one in self._commands if f"'{one}'" in near), None)
+            others = others[1:] if name else others
+        line = shlex.join([name or next(iter(self._commands)), *others])
+        return ConfigError(
+            f"{told} There are: {', '.join(self._commands)}. A subcommand comes first, as in\n"
+            f"  {self._prefix}{self._parser.prog} {line}"
+        )
+
+    def take_subcommand(self, words: Sequence[str]) -> tuple[str | None, list[str]]:
+        """Return the first word that is a subcommand, if there is such a word, and the other words."""
+        at = next((place for place, word in enumerate(words) if word in self._commands), None)
+        return (None, [*words]) if at is None else (words[at], [*words[:at], *words[at + 1 :]])
 
     def _parse_words(self, parser: Parser, words: list[str]) -> argparse.Namespace:
         """Parse the words after the name of a subcommand."""
         return parser.parse_intermixed_args(words)
 
 
-def first_positional(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
-    """Return the first word that is neither a flag nor the value of a flag; None without any."""
+def placed_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each word that is not a flag, after the flag of several values that takes the word; after an empty text if
+    the word is an argument. Values of other flags are left out."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
         flag, joined, _ = word.partition("=")
         if word == "--":
-            return rest[0] if rest else None
+            yield from (("", word) for word in rest)
+            return
         if not flag.startswith("-") or _NUMBER.fullmatch(word):
-            return word
+            yield "", word
+            continue
         action = parser._option_string_actions.get(flag)
         if action is None or action.nargs == 0 or joined:
             continue
-        del rest[:1]
-        while action.nargs == "+" and rest and not rest[0].startswith("-"):
+        if action.nargs != "+":
             del rest[:1]
-    return None
+        while action.nargs == "+" and rest and not rest[0].startswith("-"):
+            yield flag, rest.pop(0)
 
 
 def is_natural(text: str) -> bool:
@@ -110,12 +138,9 @@ def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 
-def _check_words(program: str, name: str, words: list[str], commands: Mapping[str, Parser]) -> None:
-    if name not in commands:
-        hint = nearest(name, commands)
-        raise ConfigError(f"unknown subcommand '{name}'.{hint} There are: {', '.join(commands)}.")
-    known = set(commands[name]._option_string_actions)
+def _check_flags(parser: Parser, words: Sequence[str]) -> None:
+    known = set(parser._option_string_actions)
     for word in words:
         flag = word.split("=")[0]
         if flag.startswith("--") and flag not in known:
-            raise ConfigError(f"unknown flag '{flag}'.{nearest(flag, known)} {program} {name} --help lists all flags.")
+            raise ConfigError(f"unknown flag '{flag}'.{nearest(flag, known)} {parser.prog} --help lists all flags.")

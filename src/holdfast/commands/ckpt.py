@@ -25,7 +25,10 @@ from holdfast.run.settings import flat_settings, read_settings
 from holdfast.view.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
 from holdfast.view.tables import Grid, Report, age, number, size
 
-_EPILOG = "STEP is a number, `latest`, or the path of a checkpoint such as OTHER/checkpoints/step_20."
+_EPILOG = (
+    "STEP is a number, `latest`, or the path of a checkpoint such as OTHER/checkpoints/step_20. STEPS is also a span "
+    "such as 3-7, or `all`."
+)
 _SUMMARY = (
     "max_steps",
     "seed",
@@ -46,11 +49,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ConfigError for an unknown subcommand or flag (with the nearest spelling) or a bad value."""
     subcommands = RunSubcommands("ckpt", "Look into the checkpoints of a run.", _EPILOG)
     add = subcommands.add
-    add("ls", "List the steps.").add_argument(
-        "--metric", metavar="NAME", help="marks the best: min:val/loss (ckpt.keep_best, reward/mean, loss)"
-    )
+    ls = add("ls", "List the steps.")
+    ls.add_argument("steps", nargs="*", metavar="STEPS", help="all steps if unset")
+    ls.add_argument("--metric", metavar="NAME", help="marks the best: min:val/loss (ckpt.keep_best, reward/mean, loss)")
     verify = add("verify", "Check every byte against the manifests.")
-    verify.add_argument("steps", nargs="*", metavar="STEP", help="all steps if unset")
+    verify.add_argument("steps", nargs="*", metavar="STEPS", help="all steps if unset")
     verify.add_argument("--how", choices=("full", "size"), default="full", help="every byte (full), or sizes only")
     _add_step(add("show", "Show what one step holds."))
     export = add("export", "Write a step's model as a Hugging Face directory.")
@@ -86,7 +89,7 @@ def main(argv: list[str]) -> int:
     return report.exit_code
 
 
-def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
+def ls(dirs: CheckpointDirs, *, steps: list[str], metric: str | None) -> Report:
     """List the steps; damaged and unreadable ones are problems, torn ones are not."""
     entries = dirs.entries()
     saved = {entry.step: entry.manifest.metrics for entry in entries if entry.manifest and entry.status == "committed"}
@@ -96,7 +99,8 @@ def ls(dirs: CheckpointDirs, *, metric: str | None) -> Report:
         chosen, unread = None, [str(error)]
     best = chosen.best(saved) if chosen else None
     name = chosen.name if chosen else ""
-    lines = [_step_line(entry, name, best) for entry in entries]
+    named = [directory for text in steps for directory in dirs.step_directories(text)]
+    lines = [_step_line(entry, name, best) for entry in entries if not steps or entry.path in named]
     lines = [line for line in lines if not is_gone(Path(line["path"]))]  # what a run has removed is not damaged
     problems = [
         f"step {line['step']} is {line['status']}: {line['reason']}"
@@ -178,7 +182,7 @@ def _step_grid(lines: list[dict[str, Any]], metric: str) -> Grid:
 def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Report:
     """Check steps (all of them if none is named) against their manifests."""
     if steps:
-        directories = [dirs.step_directory(text) for text in steps]
+        directories = [directory for text in steps for directory in dirs.step_directories(text)]
     else:
         directories = [entry.path for entry in dirs.entries() if entry.status != "torn"]
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The command `environments`: `init NAME` creates an environment, and `check ID` checks one.
+"""The command `environments`: `check ID` checks an environment, `init NAME` creates one, `list` lists built-in ones.
 
 ID is the value of `id` in `[[orchestrator.environments]]`. `init` writes a single-turn environment, a test that passes
 as written, and settings for `rl`.
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import keyword
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ _EPILOG = (
     "ID is a built-in environment, `verifiers:ID`, or `module:Class`. `check ID @ run.toml ...` takes settings, model, "
     "length and seed from the files and flags of `rl`; ID is then the name or id of one of its environments."
 )
+_OF_CHECK = ("--num-tasks", "--json")
 _OF_A_RUN = ("--args", "--seed", "--seq-len", "--history", "--model.name")
 
 
@@ -33,7 +35,11 @@ def main(argv: list[str]) -> int:
     """Run one subcommand; return 0, or 1 where `check` has found something. Raise HoldfastError for a mistake in the
     command, or an environment that cannot be loaded."""
     at = argv.index("@") if argv[:1] == ["check"] and "@" in argv else len(argv)
-    arguments = parse(argv[:at])
+    of_run, of_check = _split(argv[at:])
+    arguments = parse([*argv[:at], *of_check])
+    if arguments.command == "list":
+        _list().print(as_json=arguments.json)
+        return 0
     if arguments.command == "init":
         create(arguments.name, Path.cwd()).print(as_json=False)
         return 0
@@ -44,7 +50,13 @@ def main(argv: list[str]) -> int:
     if at < len(argv):
         if own := [word for word in argv[:at] if word.partition("=")[0] in _OF_A_RUN]:
             raise ConfigError(f"{own[0]} and `@`: the settings of the run have that. Leave one of them out.")
-        settings = _take_from_run(arguments, argv[at:])
+        settings = _take_from_run(arguments, of_run)
+    elif arguments.id is None:
+        raise ConfigError(
+            "environments check needs the ID of an environment, as in\n"
+            f"  {_prefix()}environments check reverse_text\n"
+            f"       `{_prefix()}environments list` lists the built-in environments."
+        )
     else:
         settings = read_section(EnvironmentConfig, given)
     from holdfast.commands.environments_check import check
@@ -56,18 +68,45 @@ def main(argv: list[str]) -> int:
     return report.exit_code
 
 
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the files and flags of `rl`, and the flags of `check` among them."""
+    of_run, of_check, rest = list[str](), list[str](), iter(words)
+    for word in rest:
+        flag, joined, _ = word.partition("=")
+        (of_check if flag in _OF_CHECK else of_run).append(word)
+        if flag == "--num-tasks" and not joined:
+            of_check += [value for value in [next(rest, None)] if value is not None]
+    return of_run, of_check
+
+
+def _list() -> Report:
+    """Return the built-in environments, and how others are named."""
+    from holdfast.orchestrator.env.registry import BUILT_IN, find_class
+    from holdfast.view.tables import Grid, Report
+
+    modules = {name: sys.modules[find_class(name, key="id").__module__] for name in BUILT_IN}
+    rows = [(name, (module.__doc__ or "").partition("\n")[0]) for name, module in modules.items()]
+    others = "Others: `module:Class` of your own, and `verifiers:ID`. docs/environments.md says more."
+    return Report({"environments": dict(rows)}, [Grid(("id", "what it is"), rows), others])
+
+
 def _take_from_run(arguments: argparse.Namespace, words: list[str]) -> EnvironmentConfig:
     """Return the environment `id` of a run with the settings `words`; put model, length and seed into `arguments`."""
     from holdfast.config import RlConfig
     from holdfast.config.load import parse_command_line
     from holdfast.config.rl import hand_down_shared
+    from holdfast.run.settings import describe_variables
 
-    run = hand_down_shared(parse_command_line(RlConfig, words)).orchestrator
+    parsed = parse_command_line(RlConfig, words)
+    if parsed.variables:
+        print("\n".join(describe_variables(parsed)), file=sys.stderr if arguments.json else sys.stdout)
+    run = hand_down_shared(parsed).orchestrator
     labels = [section.label for section in run.environments]
-    found = [one for one in run.environments if one.label == arguments.id]
+    found = [one for one in run.environments if one.label == (arguments.id or one.label)]
     found = found or [one for one in run.environments if one.id == arguments.id]
     if len(found) > 1:
-        raise ConfigError(f"'{arguments.id}' is the id of several environments: give a name, of {', '.join(labels)}.")
+        told = f"'{arguments.id}' is the id of" if arguments.id else "the run has"
+        raise ConfigError(f"{told} several environments: give a name, of {', '.join(labels)}.")
     if found:
         (section,) = found
         if section.curriculum is not None:
@@ -78,18 +117,16 @@ def _take_from_run(arguments: argparse.Namespace, words: list[str]) -> Environme
         arguments.seq_len = run.rollouts_of(section).seq_len
         return section
     raise ConfigError(
-        f"'{arguments.id}' is not an environment of the run.{nearest(arguments.id, labels)} Allowed: "
+        f"'{arguments.id or ''}' is not an environment of the run.{nearest(arguments.id, labels)} Allowed: "
         f"{', '.join(labels) or 'none, as orchestrator.environments is empty'}."
     )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the arguments: `command` and what the subcommand takes. Raise ConfigError for an unusable argument."""
-    subcommands = Subcommands("environments", "Environments of rl: begin, check.", _EPILOG)
-    init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
-    init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
+    subcommands = Subcommands("environments", "Environments of rl: check, begin, list.", _EPILOG, prefix=_prefix())
     check = subcommands.add("check", "Find what would keep a run with an environment from resuming exactly.")
-    check.add_argument("id", metavar="ID")
+    check.add_argument("id", metavar="ID", nargs="?", help="with `@`, unset: the only environment of the run")
     check.add_argument("--args", type=_object, default={}, metavar="JSON", help="arguments of its constructor ({})")
     check.add_argument("--seed", type=natural, default=0, metavar="N", help="the seed of the run (0)")
     check.add_argument("--seq-len", type=positive, default=1024, metavar="N", help="most tokens of a session (1024)")
@@ -102,7 +139,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     check.add_argument("--num-tasks", type=positive, default=32, metavar="N", help="tasks that are made (32)")
     check.add_argument("--model.name", dest="model", metavar="DIR", help="a model, for its tokenizer and chat template")
     add_json(check)
+    init = subcommands.add("init", "Write an environment, a test of it and settings for rl into this directory.")
+    init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
+    add_json(subcommands.add("list", "List the built-in environments."))
     return subcommands.parse(argv)
+
+
+def _prefix() -> str:
+    return "uv run " if is_checkout() else ""
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -135,8 +179,8 @@ def create(name: str, directory: Path) -> Report:
             "Python, such as word_game"
         )
     cls = "".join(word[0].upper() + word[1:] for word in name.split("_") if word)
-    run, project = ("uv run ", _project_of(directory)) if is_checkout() else ("", "")
-    run += project
+    project = _project_of(directory) if is_checkout() else ""
+    run = f"{_prefix()}{project}"
     paths = {
         directory / file: (_TEMPLATES / template).read_text("utf-8").format(name=name, cls=cls, run=run)
         for file, template in (

@@ -5,8 +5,8 @@
     ckpt verify                        every step of the only run below outputs
     ckpt verify outputs/mine/checkpoints/step_20      the directory of a step: of the run that has it
 
-`--output-dir` names the directory of a run that a command makes. Commands that look refuse it, and print the command
-with the argument.
+`--output-dir` names the directory of a run that a command makes. Commands that look refuse it, and flags such as
+`--run` and `--step`, and print the command with the arguments.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
-from holdfast.arguments import Parser, Subcommands, add_json, first_positional
+from holdfast.arguments import Parser, Subcommands, add_json, placed_words
 from holdfast.errors import ConfigError, printable
 from holdfast.process.imports import is_checkout
 from holdfast.run.run_dir import OF_RUN, RunDir
@@ -28,9 +29,9 @@ HOME = Path("outputs")
 """The commands look for runs below this directory if no argument names a run."""
 _DEPTH = 3
 _MOST_DIRECTORIES, _MOST_LISTED, _MOST_NAMED = 5000, 20, 5
-_STEP_WORD = re.compile(r"latest|all|-1|[0-9]+(-[0-9]+)?")
+_STEP_WORD = re.compile(r"latest|all|-1|(?:step_)?([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _STEP_NAME = re.compile(r"step_\d+(\.\d+)?")
-_OLD_FLAGS = ("--output-dir", "--output_dir")
+_OUTPUT_DIR = ("output_dir", "run")
 
 
 class RunSubcommands(Subcommands):
@@ -41,12 +42,13 @@ class RunSubcommands(Subcommands):
         add_run(shared)
         add_json(shared)
         epilog += " If the first word is a STEP and not a directory, RUN is the only run below outputs."
-        super().__init__(program, description, epilog, shared=shared)
+        super().__init__(program, description, epilog, prefix=_prefix(), shared=shared)
 
     def parse(self, argv: list[str]) -> Namespace:
         """Return the arguments, with the directory of the run as `run`. Raise ConfigError also for `--output-dir`, or
         if no run or several runs are meant."""
-        refuse_output_dir(self._parser.prog, argv, list(self._commands))
+        name, words = self.take_subcommand(argv)
+        refuse_flags(self._commands[name or next(iter(self._commands))], words)
         return super().parse(argv)
 
     def _parse_words(self, parser: Parser, words: list[str]) -> Namespace:
@@ -67,8 +69,17 @@ def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) ->
 
     Raise ConfigError for a bad word, or if no run or several runs are meant.
     """
-    word, run = first_positional(parser, words), None
-    if word is not None:
+    placed = list(placed_words(parser, words))
+    word, run = next((word for flag, word in placed if not flag), None), None
+    if word is None:
+        for flag, value in placed:
+            if os.sep in value or RunDir(Path(value)).holds_run():
+                others = [one for one in words if one != value]
+                raise ConfigError(
+                    f"{flag} takes '{value}' as one of its values. RUN comes first:\n"
+                    f"  {command_line(parser.prog, Path(value), others)}"
+                )
+    else:
         if takes_steps and _is_step_directory(word):
             run = next((path for path in Path(word).parents if RunDir(path).holds_run()), Path(word).parent)
         elif not (takes_steps and _is_step(word)):
@@ -76,6 +87,22 @@ def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) ->
     arguments = parser.parse_intermixed_args([os.curdir, *words])  # first: a mistake in the other words
     arguments.run = run or only_run(parser.prog, words)
     return arguments
+
+
+def steps_of(text: str, there: Sequence[int]) -> Sequence[int] | None:
+    """Return the steps that a STEP argument means; None if the text is not a number, a span, `latest` or `all`.
+
+    Args:
+        there: the steps that there are, ascending.
+    """
+    match = _STEP_WORD.fullmatch(text)
+    if match is None:
+        return None
+    if text == "all":
+        return there
+    if match[1] is None:
+        return there[-1:] or [0]
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 def _is_step(word: str) -> bool:
@@ -170,33 +197,50 @@ def no_run(path: Path, lacks: str = "no run.json") -> ConfigError:
     return ConfigError(f"{told} Name the output directory of a run.{there}")
 
 
-def refuse_output_dir(program: str, argv: Sequence[str], subcommands: Sequence[str] = ()) -> None:
-    """Refuse `--output-dir` for a command that looks at runs. Raise ConfigError with the whole command to type."""
-    run, others, words = None, list[str](), iter(argv)
+def refuse_flags(parser: Parser, argv: Sequence[str]) -> None:
+    """Refuse `--output-dir`, and flags with the name of an argument, such as `--step`. Raise ConfigError with the whole
+    command to type, or else with the other mistake in that command."""
+    given: dict[str, list[str]] = {action.dest: [] for action in parser._actions if not action.option_strings}
+    runs, others, refused, words = next(iter(given)), list[str](), list[str](), iter(argv)
     for word in words:
         flag, joined, value = word.partition("=")
-        if flag in _OLD_FLAGS:
-            run = value if joined else next(words, "")
-        else:
+        name = flag.removeprefix("--").replace("-", "_")
+        dest = runs if name in _OUTPUT_DIR else next((one for one in given if one.rstrip("s") == name.rstrip("s")), "")
+        if not dest or not flag.startswith("--") or flag in parser._option_string_actions:
             others.append(word)
-    if run is None:
+            continue
+        refused.append(flag)
+        given[dest].append(
+            (value if joined else next(words, "")) or ("DIRECTORY" if dest == runs else dest.rstrip("s").upper())
+        )
+    if not refused:
         return
-    command = program
-    if subcommands:
-        at = next((place for place, word in enumerate(others) if word in subcommands), None)
-        command += f" {subcommands[0] if at is None else others.pop(at)}"
-    raise ConfigError(
-        f"{program} takes the run as its first argument, not by --output-dir, which names the directory of a new run. "
-        f"The command is:\n  {command_line(command, Path(run or 'DIRECTORY'), others)}"
-    )
+    run = (given.pop(runs) or [None])[0]
+    if run is None:
+        run = next((word for flag, word in placed_words(parser, others) if not flag and not _is_step(word)), None)
+        others = [word for word in others if word != run]
+    words = [*([] if run is None else [_typed(run)]), *chain.from_iterable(given.values()), *others]
+    told = f"{parser.prog} takes {refused[0].strip('-')} as an argument, not by a flag."
+    if old := [flag for flag in refused if flag.replace("_", "-") == "--output-dir"]:
+        told = (
+            f"{parser.prog.split()[0]} takes the run as its first argument, not by {old[0]}, which names the "
+            "directory of a new run."
+        )
+    try:
+        parser.parse_intermixed_args(words if run else [os.curdir, *words])
+    except ConfigError as error:
+        raise ConfigError(f"{told} Also: {error}") from None
+    raise ConfigError(f"{told} The command is:\n  {_prefix()}{shlex.join([*parser.prog.split(), *words])}")
 
 
 def command_line(command: str, run: Path, words: Sequence[str] = ()) -> str:
     """Return the line to type that runs a command on a run; `words` are its other words."""
-    name = str(run)
-    if name.startswith("-") or _STEP_WORD.fullmatch(name):
-        name = os.path.join(os.curdir, name)  # noqa: PTH118 - a Path drops the dot
-    return f"{_prefix()}{command} {shlex.join([name, *words])}"
+    return f"{_prefix()}{command} {shlex.join([_typed(str(run)), *words])}"
+
+
+def _typed(run: str) -> str:
+    """Return the name of a directory as RUN, which is neither a flag nor a step."""
+    return os.path.join(os.curdir, run) if run.startswith("-") or _STEP_WORD.fullmatch(run) else run  # noqa: PTH118 - a Path drops the dot
 
 
 def _prefix() -> str:

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.arguments import is_natural
 from holdfast.errors import CheckpointError, ConfigError, ReadError
 from holdfast.process.child import heavy_imports, report_error
 from holdfast.run import manifest
 from holdfast.run.checkpoints import TRAINER_DIR, Entry, Kind, describe_found, kind_of, list_entries
-from holdfast.run.choose_run import no_run
+from holdfast.run.choose_run import no_run, steps_of
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import working
@@ -51,23 +50,30 @@ class CheckpointDirs:
         return [_checked(entry) for entry in list_entries(self.checkpoints)]
 
     def step_directory(self, text: str) -> Path:
-        """Return the directory of a step: a number, `latest` (-1 is the same), or a path. Raise CheckpointError, with
-        the existing steps, if it is missing."""
-        if not (is_natural(text) or text in ("latest", "-1")):
-            path = Path(text)
+        """Return the directory of one step: a number, `latest` (-1 is the same), or a path. Raise as
+        `step_directories`; ConfigError for a span of steps."""
+        found = self.step_directories(text)
+        if len(found) > 1:
+            raise ConfigError(f"'{text}' means {len(found)} steps, and one is needed, such as {found[-1].name}.")
+        return found[0]
+
+    def step_directories(self, text: str) -> list[Path]:
+        """Return the directories of the steps that STEP means: a step, `all`, the steps of a span such as 3-7, or a
+        path. Raise CheckpointError, with the existing steps, if there is none."""
+        path = Path(text)
+        if steps_of(text, ()) is None or (text.startswith("step_") and path.is_dir()):
             if kind_of(path) != Kind.CHECKPOINT:
                 raise CheckpointError(
                     f"'{text}' is neither a step nor the directory of a checkpoint, but {describe_found(path)}"
                 )
-            return path
-        entries = [entry for entry in self.entries() if entry.status != "torn"]
-        wanted = [entry for entry in entries if not is_natural(text) or entry.step == int(text)]
-        if not wanted:
-            steps = ", ".join(str(entry.step) for entry in entries)
-            raise CheckpointError(
-                f"step {text} is not in {self.checkpoints}: {f'it has {steps}' if steps else 'no step'}."
-            )
-        return wanted[-1].path
+            return [path]
+        there = {entry.step: entry.path for entry in self.entries() if entry.status != "torn"}
+        wanted = steps_of(text, [*there]) or ()
+        found = [path for step, path in there.items() if step in wanted]
+        if not found:
+            said = f"it has {', '.join(map(str, there))}" if there else "no step"
+            raise CheckpointError(f"step {text.removeprefix('step_')} is not in {self.checkpoints}: {said}.")
+        return found
 
 
 def _checked(entry: Entry) -> Entry:

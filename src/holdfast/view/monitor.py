@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.arguments import Parser, add_json
 from holdfast.errors import ConfigError, printable
 from holdfast.process.child import make_output_lossy
-from holdfast.run.choose_run import all_runs, no_run, refuse_output_dir
+from holdfast.run.choose_run import all_runs, no_run, refuse_flags
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import phase_text, step_line
 from holdfast.view.follow import EndSignals, ObservedRun, short_names
@@ -176,7 +176,7 @@ def _parse(argv: list[str]) -> Namespace:
     add_json(parser)
     parser.add_argument("--wait", action="store_true", help="wait for directories that hold no run yet")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
-    refuse_output_dir("monitor", argv)
+    refuse_flags(parser, argv)
     arguments = parser.parse_args(argv)
     if not 0.05 <= arguments.interval <= 3600:
         raise ConfigError(f"--interval {arguments.interval:g} is not allowed: give 0.05 to 3600 seconds")

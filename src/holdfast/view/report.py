@@ -24,7 +24,7 @@ from holdfast.arguments import Parser
 from holdfast.errors import ConfigError, DataError, HoldfastError, printable
 from holdfast.protocol.rollouts import Batch, Rollout
 from holdfast.run import atomic
-from holdfast.run.choose_run import only_run, refuse_output_dir
+from holdfast.run.choose_run import only_run, refuse_flags
 from holdfast.run.journal import read_batch
 from holdfast.run.settings import flat_settings
 from holdfast.view.charts import (
@@ -327,7 +327,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="run directories; several are overlaid (unset: the only run below outputs)",
     )
     parser.add_argument("--to", type=Path, metavar="FILE.html", help="the file (report.html in the first RUN)")
-    refuse_output_dir("report", argv)
+    refuse_flags(parser, argv)
     arguments = parser.parse_args(argv)
     arguments.runs = arguments.runs or [only_run("report", argv, takes_evaluations=True)]
     return arguments

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.arguments import is_natural
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.protocol.rollouts import Batch, Rollout
-from holdfast.run.choose_run import command_line, no_run
+from holdfast.run.choose_run import command_line, no_run, steps_of
 from holdfast.run.journal import read_batch_in
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_SPAN = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 _STEP_NAME = re.compile(r"step_(\d+)(\.\d+)?")
 
 
@@ -51,18 +49,11 @@ def find_batch(run_dir: RunDir, command: str, step: str) -> Path:
 
 def _batches_of(run_dir: RunDir, text: str) -> Iterator[Path]:
     there = run_dir.published_batches()
-    if text == "all":
-        wanted = there
-    elif text == "latest":
-        wanted = there[-1:] or [0]
-    elif is_natural(text):
-        wanted = [int(text)]
-    elif span := _SPAN.fullmatch(text):
-        wanted = range(int(span[1]), int(span[2]) + 1)
-    elif _STEP_NAME.fullmatch(Path(text).name) and Path(text).is_dir():
+    if _STEP_NAME.fullmatch(Path(text).name) and Path(text).is_dir():
         yield Path(text)
         return
-    else:
+    wanted = steps_of(text, there)
+    if wanted is None:
         raise ConfigError(
             f"'{text}' is not a STEP: a number, a span such as 3-7, `latest`, `all`, or a batch's directory"
         )

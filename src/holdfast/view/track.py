@@ -25,7 +25,7 @@ from holdfast.config.view import TrackingConfig
 from holdfast.errors import ConfigError
 from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
-from holdfast.run.choose_run import add_run, command_line, is_evaluation, no_run, parse_run, refuse_output_dir
+from holdfast.run.choose_run import add_run, command_line, is_evaluation, no_run, parse_run, refuse_flags
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 from holdfast.view.follow import EndSignals
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--to", nargs="+", metavar="TRACKER", help="unset: those of the run's own settings (tracking)")
     parser.add_argument("--project", help="unset: that of the run's settings")
     parser.add_argument("--name", help="unset: that of the run's settings")
-    refuse_output_dir("track", argv)
+    refuse_flags(parser, argv)
     arguments = parse_run(parser, argv)
     run_dir = RunDir(arguments.run)
     if not run_dir.holds_run():
@@ -87,7 +87,10 @@ def _settings(run_dir: RunDir, given: dict[str, Any]) -> TrackingConfig:
         if found:
             break
     if "backends" not in given and not found:
-        raise ConfigError(f"{run_dir.path} has no tracking in its settings: say where to, such as --to tensorboard")
+        raise ConfigError(
+            f"{run_dir.path} has no tracking in its settings: say where to, such as\n"
+            f"  {command_line('track', run_dir.path, ['--to', 'tensorboard'])}"
+        )
     return read_section(TrackingConfig, found | given, key="tracking.")
 
 

@@ -16,6 +16,7 @@ from holdfast.commands import environments_check
 from holdfast.commands.environments_probe import canonical
 from holdfast.config import RlConfig
 from holdfast.config.load import parse_command_line
+from holdfast.orchestrator.env.registry import BUILT_IN
 from tests.conftest import BASE, ROOT
 from tests.models.chat_templates import QWEN_3, write_tokenizer
 from tests.unit.conftest import Command, Refused
@@ -253,7 +254,9 @@ def test_templates_that_rewrite_turns_are_told(environments: Command, thinking: 
 
 
 @pytest.mark.usefixtures("here_alone")
-def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environments: Command, refused: Refused) -> None:
+def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(
+    environments: Command, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, checks = checked(environments, "Tooled", "--model.name", BASE)
     assert code == 1 and checks["template"][0] == "FAILED" and checks["sessions"][0] == "OK"
     assert checked(environments, "Tooled")[0] == 0
@@ -266,8 +269,13 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
     )
     code, out, _ = environments("check", "tooled", "--num-tasks", "4", "@", "run.toml")
     assert code == 1 and "template  FAILED" in out, "the model of the run"
-    code, out, _ = environments("check", "faults:Long", "@", "run.toml", "--orchestrator.seq-len", "2048")
-    assert code == 0 and " of 2048 tokens" in out, "the length of the run"
+    monkeypatch.setenv("HOLDFAST_ORCHESTRATOR__SEQ_LEN", "2048")
+    code, out, _ = environments("check", "faults:Long", "@", "run.toml", "--num-tasks", "4")
+    assert code == 0 and " of 2048 tokens" in out and "tasks     OK     4, " in out, "the length of the run"
+    assert out.startswith("from the environment variable HOLDFAST_ORCHESTRATOR__SEQ_LEN: orchestrator.seq_len = 2048\n")
+    code, out, err = environments("check", "@", "run.toml", "--json")
+    assert code == 2 and "the run has several environments: give a name, of faults:Sound, two, " in err and not out
+    monkeypatch.delenv("HOLDFAST_ORCHESTRATOR__SEQ_LEN")
     for words, message in (
         (["tooled", "--seed", "1"], "--seed and `@`"),
         (["toled"], "Did you mean 'tooled'"),
@@ -294,6 +302,12 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(environmen
 @pytest.mark.usefixtures("environments")
 def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: str, refused: Refused) -> None:
     assert message in refused("environments", *words)
+
+
+def test_the_list_has_every_built_in_environment(environments: Command) -> None:
+    code, out, _ = environments("list", "--json")
+    assert code == 0 and [*json.loads(out)["environments"]] == [*BUILT_IN]
+    assert environments("list")[1].count("\n") == len(BUILT_IN) + 2
 
 
 def test_equal_values_have_one_text_wherever_they_lie() -> None:

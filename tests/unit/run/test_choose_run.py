@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.arguments import Parser, first_positional
+from holdfast.arguments import Parser, placed_words
 from holdfast.errors import ConfigError
 from holdfast.run.choose_run import HOME, all_runs, no_run, only_run, runs_below
 from holdfast.run.run_dir import RunDir
@@ -72,12 +72,39 @@ def refused_line(said: str) -> str:
         ("report --output-dir outputs/a --to page.html", "report outputs/a --to page.html"),
         ("monitor --once --output-dir outputs/a", "monitor outputs/a --once"),
         ("track --output-dir outputs/a --to wandb mlflow", "track outputs/a --to wandb mlflow"),
+        ("ckpt verify --step 3 --output-dir outputs/a", "ckpt verify outputs/a 3"),
+        ("ckpt verify --json --step=3 outputs/a", "ckpt verify outputs/a 3 --json"),
+        ("ckpt verify --steps 3", "ckpt verify 3"),
+        ("rollouts trace --index 0 --step 12 --run outputs/a", "rollouts trace outputs/a 12 0"),
+        ("report --run outputs/a", "report outputs/a"),
+        ("track --name x/y --to wandb outputs/a", "track outputs/a --name x/y --to wandb"),
+        ("ckpt outputs/a", "ckpt ls outputs/a"),
+        ("ckpt --json outputs/a verify", "ckpt verify --json outputs/a"),
+        ("rollouts stat outputs/a", "rollouts stats outputs/a"),
+        ("environments reverse_text", "environments check reverse_text"),
+        ("environments check", "environments check reverse_text"),
+        ("evaluate outputs/a --num-tasks 3", "evaluate --run outputs/a --num-tasks 3"),
+        ("evaluate --num-tasks 3 model", "evaluate --num-tasks 3 --model.name model"),
+        ("inference somebody/model", "inference --model.name somebody/model"),
+        ("sft --max-steps 3 rows.jsonl", "sft --max-steps 3 --data.name rows.jsonl"),
+        ("rl run.toml --max-steps 3", "rl @ run.toml --max-steps 3"),
     ],
 )  # fmt: skip
-def test_the_old_form_is_refused_with_the_whole_new_command(old: str, new: str, refused: Refused) -> None:
+def test_a_wrong_form_is_refused_with_the_whole_right_command(old: str, new: str, refused: Refused) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").touch()
     said = refused(*shlex.split(old))
-    assert "takes the run as its first argument, not by --output-dir" in said
-    assert refused_line(said) == f"{PREFIX}{new}"
+    assert "--output-dir" not in old or "takes the run as its first argument, not by --output-dir" in said
+    assert f"\n  {PREFIX}{new}\n" in said
+
+
+def test_what_else_is_wrong_is_told_in_the_place_of_a_command_that_fails(refused: Refused) -> None:
+    for words, message in (
+        ("--bogus 3", "unrecognized arguments: --bogus 3"),
+        ("--how half", "invalid choice: 'half'"),
+    ):
+        said = refused("ckpt", "verify", *words.split(), "--output-dir", "outputs/a")
+        assert "takes the run as its first argument" in said and message in said and PREFIX not in said
 
 
 @pytest.mark.parametrize("line", OF_ONE_RUN)
@@ -103,10 +130,15 @@ def test_the_only_run_is_taken(run_command: Command) -> None:
     make_evaluation("outputs/deep/mine/evaluations/step_1")
     for step in (1, 2):
         write_checkpoint(run_dir, step)
-    for words, steps in (([], [1, 2]), (["latest"], [2]), (["1", "2"], [1, 2]), (["--how", "size", "1"], [1])):
+    for words, steps in (
+        ([], [1, 2]), (["latest"], [2]), (["1", "2"], [1, 2]), (["--how", "size", "1"], [1]), (["all"], [1, 2]),
+        (["2-9"], [2]), (["step_1"], [1]), (["outputs/deep/mine", "step_2"], [2]),
+    ):  # fmt: skip
         code, out, err = run_command("ckpt", "verify", "--json", *words)
         assert (code, err) == (0, "")
         assert [Path(one["path"]).name for one in json.loads(out)["directories"]] == [f"step_{step}" for step in steps]
+        listed = [one for one in words if one not in ("--how", "size")]
+        assert [one["step"] for one in json.loads(run_command("ckpt", "ls", "--json", *listed)[1])["steps"]] == steps
     for words in (("outputs/deep/mine", "1", "--json", "2"), ("--how", "size", "outputs/deep/mine", "--json")):
         code, out, err = run_command("ckpt", "verify", *words)
         assert (code, err) == (0, "") and len(json.loads(out)["directories"]) == 2
@@ -187,4 +219,4 @@ def test_the_first_word_is_found_among_flags() -> None:
         ("", None), ("a b", "a"), ("--one a b", "b"), ("--one=a b", "b"), ("--flag a", "a"), ("--many a b", None),
         ("--many a --flag b", "b"), ("-1 a", "-1"), ("-- --a", "--a"), ("--", None), ("--one", None),
     ):  # fmt: skip
-        assert first_positional(parser, words.split()) == first, words
+        assert next((word for flag, word in placed_words(parser, words.split()) if not flag), None) == first, words

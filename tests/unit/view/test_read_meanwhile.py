@@ -55,7 +55,7 @@ def _monitor(path: Path) -> dict[str, Any]:
 READERS: dict[str, Callable[[Path], Any]] = {
     "report": _report,
     "monitor": _monitor,
-    "ckpt ls": lambda path: ckpt.ls(CheckpointDirs(path), metric=None).document,
+    "ckpt ls": lambda path: ckpt.ls(CheckpointDirs(path), steps=[], metric=None).document,
     "ckpt verify": lambda path: ckpt.verify(CheckpointDirs(path), steps=[], how="full").document,
     "rollouts stats": lambda path: rollouts.stats(RunDir(path), steps=[]).document,
 }
