@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -33,10 +33,22 @@ ADAPTER_DIR = "adapter"
 # Before every name in a file of peft's.
 PEFT_PREFIX = "base_model.model."
 
+_NUMBERS = ("r", "lora_alpha", "use_rslora")
+_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
+# Settings of peft that leave W + scale * B A as it is: where factors are, how training went, and who wrote the file.
+_WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "modules_to_save", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+)  # fmt: skip
+# Values of the settings that have an effect, beside None, False and empty ones. Every other `init_lora_weights` changes
+# the base, or the training of the factors.
+_PLAIN = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal", "eva"], "peft_type": ["LORA"]}
+
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 _MATRIX = ".weight"
 
-S = TypeVar("S", bound=msgspec.Struct)
+S = TypeVar("S")
 
 
 class Base(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,14 +73,11 @@ class Scaling(msgspec.Struct, frozen=True):
     r: int
     lora_alpha: float
     use_rslora: bool = False
-    alpha_pattern: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no adapter can have, or ours cannot."""
         if self.r < 1 or not math.isfinite(self.lora_alpha):
             raise ValueError(f"r = {self.r} and lora_alpha = {self.lora_alpha}: needed are a rank from 1 and a number")
-        if self.alpha_pattern:
-            raise ValueError(f"alpha_pattern = {self.alpha_pattern}: one alpha is needed for all matrices")
 
     @property
     def alpha(self) -> float:
@@ -105,8 +114,39 @@ def holds_adapter(directory: Path) -> bool:
 
 
 def read_scaling(directory: Path) -> Scaling:
-    """Return the scaling of the adapter in `directory`. Raise DataError if its settings are missing or damaged."""
-    return _read(directory / ADAPTER_CONFIG_NAME, Scaling)
+    """Return the scaling of the adapter in `directory`. Raise DataError if its settings are missing or damaged, or if
+    peft would compute other numbers with them than W + scale * B A."""
+    path = directory / ADAPTER_CONFIG_NAME
+    settings = _read(path, dict[str, Any])
+    for key, value in sorted(settings.items(), key=lambda item: item[0] != "peft_type"):  # other kinds lack other keys
+        if not value or key in (*_NUMBERS, *_WITHOUT_EFFECT) or value in _PLAIN.get(key, []):
+            continue
+        of_all = settings.get(_PATTERNS.get(key, ""))
+        if of_all is not None and isinstance(value, dict) and all(one == of_all for one in value.values()):
+            continue
+        raise DataError(f"{path} cannot be used: {key} = {value!r}{_how_to_convert(key, value)}")
+    return _read(path, Scaling)
+
+
+def _how_to_convert(key: str, value: object) -> str:
+    """Return why an adapter is refused for its setting `key`, and how the user makes a usable one of it."""
+    merge = "peft's merge_and_unload makes whole weights of adapter and model, for --model.name"
+    if key == "peft_type":
+        return f" is not LORA, the only kind that is read; {merge}."
+    if key in _PATTERNS:
+        one = "rank" if key == "rank_pattern" else "alpha"
+        return f": one {one} is needed for all matrices; {merge}."
+    if key != "init_lora_weights":
+        return f" is not known to leave W + alpha / rank * B A as it is; {merge}."
+    convert = (
+        "peft's save_pretrained(DIRECTORY, path_initial_model_for_weight_conversion=INITIAL_ADAPTER) makes a plain "
+        "LoRA adapter of it, or "
+    )
+    is_converted = str(value).startswith(("pissa", "olora", "corda"))
+    return (
+        " changes the weights of the model before training, so the adapter does not fit the model as it is; "
+        f"{convert if is_converted else ''}{merge}."
+    )
 
 
 def read_base(directory: Path) -> Base:
