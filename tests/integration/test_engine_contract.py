@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 
+from holdfast.chat.tokenizer import load_tokenizer
 from tests.forking.engines import config_of, start_server
 from tests.forking.popen import Engine
 from tests.integration.conftest import PROMPT, Served
@@ -243,6 +244,9 @@ def test_openai_routes_answer_with_the_version_a_name_and_tools(model: Path, tmp
     calls = shutil.copytree(model, tmp_path / "calls tools")
     template = (calls / "chat_template.jinja").read_text()
     (calls / "chat_template.jinja").write_text(template + "{% if tools %}<tool_call>{{ tools[0] }}{% endif %}")
+    settings = json.loads((calls / "tokenizer_config.json").read_text())
+    (calls / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|pad|>"}))
+    (calls / "generation_config.json").write_text("{}")  # neither knows how the template ends a turn
     with _served("vllm", calls, tmp_path, server={"model_name": "mine"}) as server:
         _check_openai_routes(server.http, "mine")
         assert server.weights()["model"] == str(calls), "runs go by the model itself"
@@ -262,6 +266,8 @@ def _check_openai_routes(http: httpx.Client, name: str) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-policy-version"] == "0"
     assert answers[0].json()["usage"]["completion_tokens"] == 4
+    end = {"logit_bias": {str(load_tokenizer(str(TOKENIZER)).encode("<|end|>")[0]): 100}}
+    assert http.post("/v1/chat/completions", json=chat | end).json()["usage"]["completion_tokens"] == 1
     assert answers[2].json()["data"][0]["id"] == name
     assert http.post("/v1/completions", json=text | {"model": "another"}).status_code == 404
 

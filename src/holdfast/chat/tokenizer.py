@@ -438,6 +438,25 @@ def _end_token_ids(files: Mapping[str, Path]) -> list[int]:
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
+def complete_end_tokens(directory: Path) -> None:
+    """Add to the generation_config.json of a model the tokens that end a turn by its chat template, after those there.
+
+    Without them, other programs than ours would not stop at the end of a turn. The file stays if a token cannot be
+    found: such a tokenizer can only be used for texts. The tokenizer's files stay: its `eos_token` may be in templates.
+    """
+    path = directory / _GENERATION
+    if not path.is_file():
+        return
+    known = _end_token_ids({_GENERATION: path})
+    try:
+        added = [token for token in load_tokenizer(str(directory)).stop_token_ids if token not in known]
+    except (ConfigError, DataError):
+        return
+    if added:
+        settings = _read_json(path) | {"eos_token_id": [*known, *added]}
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
 def _files_of(name: str, wanted: Sequence[str]) -> dict[str, Path]:
     if not Path(name).is_dir():
         return _hub_files(name, wanted)

@@ -12,7 +12,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -162,6 +162,15 @@ async def running_engine(args: Namespace) -> AsyncIterator[AsyncLLM]:
     async with build_async_engine_client(args) as engine:
         assert isinstance(engine, AsyncLLM)
         yield engine
+
+
+def end_turns(engine: AsyncLLM, tokenizer_dir: Path) -> None:
+    """Have vLLM's own routes stop where `rl` does: its generation_config.json may lack the end of a turn."""
+    known = engine.input_processor.generation_config_fields
+    ends = known.get("eos_token_id") or []
+    with suppress(ConfigError, DataError):  # the template is for no chats, or vLLM reads this tokenizer in its own way
+        stops = load_tokenizer(str(tokenizer_dir)).stop_token_ids
+        known["eos_token_id"] = sorted({*([ends] if isinstance(ends, int) else ends), *stops})
 
 
 async def generate_one_token(engine: AsyncLLM) -> None:

@@ -37,6 +37,7 @@ from holdfast.inference.access import Ownership
 from holdfast.inference.engine import (
     VllmSampler,
     build_vllm_app,
+    end_turns,
     generate_one_token,
     parse_arguments,
     running_engine,
@@ -147,6 +148,7 @@ async def _serve(
             await _while_alive(engine, engine_weights.adopt_initial())
         # Before the port answers: a server that cannot generate must not look well.
         await _check_first_token(engine)
+        end_turns(engine, preflight.tokenizer_dir)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
             VllmSampler(engine),

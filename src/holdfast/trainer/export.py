@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from holdfast.chat.tokenizer import complete_end_tokens
 from holdfast.config.base import DType
 from holdfast.errors import CheckpointError, ConfigError, SaveError
 from holdfast.run import atomic, manifest
@@ -117,6 +118,7 @@ def published_dtype(request: Export, saved: torch.dtype) -> torch.dtype:
 def copy_description(step: Path, directory: Path) -> None:
     """Copy config, tokenizer and adapter settings of the checkpoint `step`."""
     shutil.copytree(step / MODEL_DIR, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(NAMES_NAME))
+    complete_end_tokens(directory)  # of an older version's checkpoint
 
 
 def set_dtype(path: Path, dtype: torch.dtype) -> None:

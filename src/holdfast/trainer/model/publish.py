@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 
+from holdfast.chat.tokenizer import complete_end_tokens
 from holdfast.errors import DataError
 from holdfast.protocol.inference import PARITY_PROMPT_NAME
 from holdfast.run import atomic, manifest
@@ -77,6 +78,7 @@ class WeightPublisher:
                 else:
                     generation_config.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
+            complete_end_tokens(scratch)
             return {str(path.relative_to(scratch)): path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
         finally:
             shutil.rmtree(scratch)

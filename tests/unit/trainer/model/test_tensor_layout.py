@@ -328,18 +328,27 @@ def test_settings_of_rotary_embeddings_keep_the_names_that_older_readers_know(
 
 
 def test_versions_bring_what_is_beside_the_weights_are_replaced_by_the_same_and_pruned(
-    publisher_of: PublisherOf, tiny_model: ModelFactory, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    publisher_of: PublisherOf,
+    tiny_model: ModelFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model(), model)
-    generation = json.dumps({"eos_token_id": [3, 5], "temperature": 0.5}).encode()  # transformers would not save it
-    (model / "generation_config.json").write_bytes(generation)
-    publisher, _ = publisher_of(model)
+    generation = {"eos_token_id": [7, 5], "temperature": 0.5}  # transformers would not save it
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer.eos_token, end = "<|pad|>", tokenizer.eos_token
+    try:
+        publisher, _ = publisher_of(model)
+    finally:
+        tokenizer.eos_token = end
     _, directory, *_ = (publisher.publish(version) for version in (0, 1, 2, 10))
-    assert (directory / "generation_config.json").read_bytes() == generation
+    # The model's own end tokens, the token that ends a text, and the token with which the template ends a turn.
+    ends = [7, 5, *sorted(tokenizer.convert_tokens_to_ids(["<|pad|>", "<|end|>"]))]
+    assert json.loads((directory / "generation_config.json").read_text()) == generation | {"eos_token_id": ends}
     loaded = AutoTokenizer.from_pretrained(directory)
     assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
-    assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == tokenizer.eos_token
+    assert loaded.chat_template == tokenizer.chat_template and loaded.eos_token == "<|pad|>"
     (directory / "model.safetensors").write_bytes(b"damaged")
     assert publisher.publish(1) == directory
     manifest.verify(directory)
