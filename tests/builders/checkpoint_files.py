@@ -15,10 +15,11 @@ def commit(directory: Path, kind: Any, step: int, **more: Any) -> Path:
 
 
 def write_checkpoint(
-    run_dir: RunDir, step: int, *, content: str = "", run_id: str = "run", metrics: dict[str, float] | None = None
+    run_dir: RunDir, step: int, *, content: str = "", run_id: str | None = None, metrics: dict[str, float] | None = None
 ) -> Path:
     """Write and commit the checkpoint of `step`: six files, one empty, one whose name comes before the manifest."""
     directory = run_dir.checkpoint(step)
+    run_id = run_id or (run_dir.run_id() if run_dir.holds_run() else "run")
     (directory / "trainer").mkdir(parents=True)
     (directory / "orchestrator").mkdir()
     for rank in range(2):

@@ -105,7 +105,7 @@ def ls(dirs: CheckpointDirs, *, steps: list[str], metric: str | None) -> Report:
     problems = [
         f"step {line['step']} is {line['status']}: {line['reason']}"
         for line in lines
-        if line["status"] in ("damaged", "unreadable")
+        if line["status"] in ("damaged", "unreadable", "foreign")
     ] + unread
     document = {
         "checkpoints": str(dirs.checkpoints),
@@ -186,7 +186,8 @@ def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Repo
     else:
         directories = [entry.path for entry in dirs.entries() if entry.status != "torn"]
     started = time.monotonic()
-    lines = [_verify_one(directory, how) for directory in directories]
+    foreign = {entry.path: entry.reason for entry in dirs.entries() if entry.status == "foreign"}
+    lines = [_verify_one(directory, how, foreign.get(directory, "")) for directory in directories]
     if not steps:
         lines = [line for line in lines if line["ok"] or not is_gone(Path(line["path"]))]
     seconds = time.monotonic() - started
@@ -201,14 +202,14 @@ def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Repo
     return Report(document, parts, problems)
 
 
-def _verify_one(directory: Path, how: Verification) -> dict[str, Any]:
+def _verify_one(directory: Path, how: Verification, foreign: str) -> dict[str, Any]:
     try:
         files = verified(directory, how=how).files.values()
     except (CheckpointError, ReadError) as error:
         status = "unreadable" if isinstance(error, ReadError) else "damaged"
         return {"path": str(directory), "ok": False, "status": status, "size_bytes": 0, "reason": str(error)}
-    size_bytes = sum(file.size_bytes for file in files)
-    return {"path": str(directory), "ok": True, "status": "OK", "size_bytes": size_bytes, "reason": ""}
+    size_bytes, status = sum(file.size_bytes for file in files), "foreign" if foreign else "OK"
+    return {"path": str(directory), "ok": not foreign, "status": status, "size_bytes": size_bytes, "reason": foreign}
 
 
 def show(dirs: CheckpointDirs, *, step: str) -> Report:

@@ -102,14 +102,14 @@ class Entry:
     Attributes:
         status: `committed`: it has a valid manifest (its files may still be damaged: see `manifest.verify`). `damaged`:
             its manifest is missing or wrong. `unreadable`: its manifest cannot be read, and nobody knows whether it is
-            whole. `torn`: a save that never committed.
-        manifest: None unless committed.
+            whole. `foreign`: it is of another run. `torn`: a save that never committed.
+        manifest: None unless committed or foreign.
         reason: why it is not committed.
     """
 
     step: int
     path: Path
-    status: Literal["committed", "damaged", "unreadable", "torn"]
+    status: Literal["committed", "damaged", "unreadable", "foreign", "torn"]
     manifest: Manifest | None
     reason: str
 
@@ -119,18 +119,22 @@ class Entry:
         return sum(file_size(Path(place) / name) for place, _, names in os.walk(self.path) for name in names)
 
 
-def list_entries(directory: Path) -> list[Entry]:
+def list_entries(directory: Path, run_ids: Collection[str] | None = None) -> list[Entry]:
     """Return the entries of a directory of checkpoints, ascending by step. Manifests are read, data is not. Names other
-    than `step_N` and unfinished saves are somebody else's and left out."""
+    than `step_N` and unfinished saves are somebody else's and left out.
+
+    Args:
+        run_ids: the runs whose checkpoints may be there (`RunDir.run_ids`); None: all runs.
+    """
     if not directory.is_dir():
         return []
     return sorted(
-        (entry for path in directory.iterdir() if (entry := _entry(path)) is not None),
+        (entry for path in directory.iterdir() if (entry := _entry(path, run_ids)) is not None),
         key=lambda entry: (entry.step, entry.path.name),
     )
 
 
-def _entry(path: Path) -> Entry | None:
+def _entry(path: Path, run_ids: Collection[str] | None) -> Entry | None:
     if not path.is_dir():
         return None
     # match, not fullmatch: removals and downloads add a random suffix.
@@ -150,6 +154,9 @@ def _entry(path: Path) -> Entry | None:
     if listing.step != step:
         reason = f"{path / MANIFEST_NAME} is the manifest of step {listing.step}"
         return Entry(step, path, "damaged", None, reason)
+    if run_ids is not None and listing.run_id not in run_ids:
+        reason = f"{path} is a checkpoint of another run ({listing.run_id}), not of the run in this directory"
+        return Entry(step, path, "foreign", listing, reason)
     return Entry(step, path, "committed", listing, "")
 
 

@@ -206,6 +206,15 @@ class RunDir:
             ) from None
         return identity
 
+    def run_ids(self) -> set[str] | None:
+        """The runs whose checkpoints belong here: this run, the run that it was forked from, and training loops of the
+        user, which have no id. None if unknown."""
+        try:
+            identity = self.identity()
+        except (RunDirError, OSError):
+            return None
+        return {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
+
     def created_unix_s(self) -> int | None:
         """When the run, or the run that it forks, was first started; None if unknown."""
         try:
@@ -242,7 +251,7 @@ class RunDir:
 
     def entries(self) -> list[Entry]:
         """Steps with a checkpoint, ascending, whole or not; unfinished saves are left out."""
-        return [entry for entry in list_entries(self.checkpoints) if entry.status != "torn"]
+        return [entry for entry in list_entries(self.checkpoints, self.run_ids()) if entry.status != "torn"]
 
     def committed_steps(self) -> list[int]:
         """Steps with a committed checkpoint, ascending. Raise ReadError if a manifest cannot be read."""
@@ -253,8 +262,8 @@ class RunDir:
         return [entry.step for entry in entries if entry.status in ("committed", "unreadable")]
 
     def steps_there(self) -> list[int]:
-        """Steps with a checkpoint, except damaged ones, ascending; steps that cannot be read now count."""
-        return [entry.step for entry in self.entries() if entry.status != "damaged"]
+        """Steps with a checkpoint of this run, except damaged ones, ascending; steps that cannot be read now count."""
+        return [entry.step for entry in self.entries() if entry.status not in ("damaged", "foreign")]
 
     def published_batches(self) -> list[int]:
         """Steps whose batch is published, ascending."""
@@ -339,17 +348,24 @@ class RunDir:
                     "--output-dir."
                 ) from error
 
-    def create(self, *, forked_from: dict[str, str | int] | None = None, created_unix_s: int | None = None) -> None:
+    def create(
+        self,
+        *,
+        forked_from: dict[str, str | int] | None = None,
+        created_unix_s: int | None = None,
+        run_id: str | None = None,
+    ) -> None:
         """Mark the directory as holding a run; a directory of a run keeps its id.
 
         Args:
             forked_from: `run_id`, `step` and `path` of the checkpoint of another run that it begins with.
             created_unix_s: when that run was first started: its prompts may have that date.
+            run_id: the run of the checkpoint that is there, if the directory has lost its id.
         """
         path = self.path / "run.json"
         identity = self.identity() if path.exists() else {}
         # The file that is there wins: checkpoints and servers know the run by its first id.
-        identity = {"run_id": uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
+        identity = {"run_id": run_id or uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
         identity.pop("forked_from", None)  # of a fork that was killed before it was copied
         if forked_from is not None:
             identity["forked_from"] = forked_from

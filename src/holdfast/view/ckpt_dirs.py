@@ -47,7 +47,7 @@ class CheckpointDirs:
     def entries(self) -> list[Entry]:
         """Return the steps, ascending; steps with a missing or cut file are `damaged`, others `unreadable`."""
         self.check()
-        return [_checked(entry) for entry in list_entries(self.checkpoints)]
+        return [_checked(entry) for entry in list_entries(self.checkpoints, self.run_dir.run_ids())]
 
     def step_directory(self, text: str) -> Path:
         """Return the directory of one step: a number, `latest` (-1 is the same), or a path. Raise as
@@ -67,8 +67,10 @@ class CheckpointDirs:
                     f"'{text}' is neither a step nor the directory of a checkpoint, but {describe_found(path)}"
                 )
             return [path]
-        there = {entry.step: entry.path for entry in self.entries() if entry.status != "torn"}
-        wanted = steps_of(text, [*there]) or ()
+        entries = [entry for entry in self.entries() if entry.status != "torn"]
+        there = {entry.step: entry.path for entry in entries}
+        own = [entry.step for entry in entries if entry.status != "foreign"]
+        wanted = steps_of(text, own if text in ("latest", "-1") else [*there]) or ()
         found = [path for step, path in there.items() if step in wanted]
         if not found:
             said = f"it has {', '.join(map(str, there))}" if there else "no step"

@@ -152,6 +152,17 @@ def test_damage_that_sizes_show_is_told_by_ls(ckpt: Command, run_dir: RunDir) ->
         assert reason in out
 
 
+def test_a_checkpoint_of_another_run_is_named(ckpt: Command, run_dir: RunDir) -> None:
+    write_checkpoint(run_dir, 9, run_id="other", metrics={"loss": 0.0})
+    code, document = listed(ckpt, run_dir)
+    assert code == 1 and document["best"] == 2 and document["steps"][-1]["status"] == "foreign"
+    assert "step 9 is foreign: " in document["problems"][0] and "of another run (other)" in document["problems"][0]
+    code, out, _ = ckpt("verify", run_dir.path)
+    assert code == 1 and "foreign" in out and "4 of 5 OK" in out and "of another run (other)" in out
+    code, out, _ = ckpt("verify", run_dir.path, "latest")
+    assert code == 0 and "step_4" in out, "the newest step of this run"
+
+
 def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Command, run_dir: RunDir) -> None:
     flip(run_dir.checkpoint(3) / "trainer" / "__0.distcp")
     assert listed(ckpt, run_dir)[0] == 0

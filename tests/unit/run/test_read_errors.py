@@ -121,7 +121,7 @@ def store(three: RunDir, tmp_path: Path) -> str:
 
 def test_a_full_disk_here_is_no_fault_of_stores(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = RunDir(tmp_path / "scratch")
-    write_checkpoint(here, 10)
+    write_checkpoint(here, 10, run_id=RemoteCheckpoints(store).read_manifest(30).run_id)
     for name in ("make_directory", "publish_directory"):
 
         def fail(*paths: Path) -> None:

@@ -365,7 +365,7 @@ def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
 
 def _newest_if_whole(run_dir: RunDir, how: Verification) -> int | None:
     """Return the step of the newest checkpoint here if it is whole; then the store has nothing newer of this run."""
-    entries = run_dir.entries()
+    entries = [entry for entry in run_dir.entries() if entry.status != "foreign"]
     if not entries:
         return None
     try:
@@ -397,7 +397,7 @@ def _decide(
         is_there |= brought is not None
     step = whole
     if whole is None and (is_there or wanted != "auto"):
-        step = resolve_resume_step(run_dir, wanted, how=ckpt.verify)
+        step = resolve_resume_step(run_dir, wanted, how=ckpt.verify, again=again)
     if step is not None:
         for flag, path in (("resume-dir", source), ("init-from", ckpt.init_from)):
             if path is not None:
@@ -444,8 +444,12 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     for path in run_dir.clear_leftovers(of_batches=of_batches):
         print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
     if attempt.fork is not None or attempt.resume_step is None or not run_dir.holds_run():
-        fork = attempt.fork
-        run_dir.create(forked_from=fork.origin if fork else None, created_unix_s=fork.created_unix_s if fork else None)
+        fork, there = attempt.fork, attempt.checkpoint
+        run_dir.create(
+            forked_from=fork.origin if fork else None,
+            created_unix_s=fork.created_unix_s if fork else None,
+            run_id=read_manifest(there).run_id if there and not fork else None,
+        )
     aside = run_dir.discarded(number)
     for path, reason in set_aside_damaged(run_dir, number):
         print(f"WARNING: moved {path.relative_to(run_dir.path)} aside, because it is damaged: {reason}")

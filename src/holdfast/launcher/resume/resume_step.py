@@ -25,7 +25,7 @@ from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, 
 from holdfast.launcher.resume.attempt import Attempt, last_started
 from holdfast.protocol.rollouts import fault_of_batch, vocab_size_in
 from holdfast.run import atomic
-from holdfast.run.checkpoints import newest_intact, verify_checkpoint
+from holdfast.run.checkpoints import Entry, newest_intact, verify_checkpoint
 from holdfast.run.choose_run import command_line
 from holdfast.run.journal import read_batch
 from holdfast.run.manifest import Verification
@@ -38,6 +38,7 @@ def resolve_resume_step(
     *,
     how: Verification = "full",
     say: Callable[[str], None] = print,
+    again: bool = False,
 ) -> int | None:
     """Return the verified step to resume from, or None for a fresh start.
 
@@ -46,16 +47,20 @@ def resolve_resume_step(
             steps; a number does not.
         how: `full` reads every byte; `size` compares sizes only.
         say: gets which steps were skipped and why.
+        again: this process has started the run before, so pass over a step of another run that came meanwhile.
 
     Raises:
-        CheckpointError: the step is missing or damaged; the error lists the others.
+        CheckpointError: the step is missing, damaged, or of another run; the error lists the others.
         ReadError: the step cannot be read. An older one does not replace it.
     """
     if wanted is None:
         return None
     entries = run_dir.entries()
     steps = [entry.step for entry in entries if entry.status == "committed"]
+    foreign = {entry.step: entry for entry in entries if entry.status == "foreign"}
     if wanted not in ("latest", "auto", -1):
+        if wanted in foreign:
+            raise _refused(foreign[wanted], wanted)
         return _checked(run_dir, int(wanted), steps, is_there=wanted in [entry.step for entry in entries], how=how)
 
     def check(step: int) -> None:
@@ -69,8 +74,12 @@ def resolve_resume_step(
             ) from error
 
     # Unreadable and damaged ones, too, which must stop the resume or be named.
-    there_are = [entry.step for entry in entries]
+    there_are = [entry.step for entry in entries if entry.step not in foreign]
     newest, damaged = newest_intact(there_are, check, say=lambda text: say(f"WARNING: {text}"))
+    for step, entry in reversed(foreign.items()):
+        if not again and (newest is None or step > newest):
+            raise _refused(entry, wanted)
+        say(f"WARNING: skipping step {step}: {entry.reason}")
     if newest is not None:
         return newest
     if damaged:
@@ -84,6 +93,13 @@ def resolve_resume_step(
     raise CheckpointError(
         f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {_listing(steps)}. "
         "Use `auto` to start from scratch if there is none."
+    )
+
+
+def _refused(entry: Entry, wanted: int | str) -> CheckpointError:
+    return CheckpointError(
+        f"ckpt.resume_step = {wanted}: {entry.reason}. Move it away to continue the run that is here. To continue "
+        f"from that step, start a run with another --output-dir and --ckpt.resume-dir {entry.path}."
     )
 
 

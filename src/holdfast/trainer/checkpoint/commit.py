@@ -47,13 +47,15 @@ Attachment = bytes | Callable[[], bytes]
 
 @dataclass(frozen=True)
 class Identity:
-    """Facts about the run in a manifest: fingerprints of data and config, and `files` of every checkpoint."""
+    """Facts about the run in a manifest: fingerprints of data and config, and `files` of every checkpoint. Retention
+    counts and removes only steps of `run_ids`; None: of all runs."""
 
     run_id: str = ""
     program: str = ""
     data: str = ""
     config: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
+    run_ids: Collection[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -308,8 +310,11 @@ class Commit:
         except Exception as error:  # noqa: BLE001 - logged
             _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
         try:
+            entries = list_entries(self._directory, self._identity.run_ids)
             committed = {
-                entry.step: entry.manifest.metrics for entry in list_entries(self._directory) if entry.manifest
+                entry.step: entry.manifest.metrics
+                for entry in entries
+                if entry.manifest and entry.status == "committed"
             }
             for step in self._retention.superseded(committed, self._protected):
                 # The storage last: it drops a waiting upload if it releases the step.

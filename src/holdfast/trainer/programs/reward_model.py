@@ -121,9 +121,7 @@ def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> 
             published.pad_token_id = tokenizer.pad_token_id
         padding = published.pad_token_id
         if padding is None:
-            report(
-                "WARNING: neither model nor tokenizer has a pad token: transformers will score single texts only"
-            )
+            report("WARNING: neither model nor tokenizer has a pad token: transformers will score single texts only")
         elif any(side.token_ids[-1] == padding for pair in pairs for side in pair.sides):
             report(
                 f"WARNING: answers end in token {padding}, which is also the padding: transformers' own classification "

@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.errors import CheckpointError
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run import atomic, manifest
-from holdfast.run.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention
+from holdfast.run.checkpoints import ORCHESTRATOR_DIR, TRAINER_DIR, BestMetric, Retention, list_entries
 from holdfast.run.journal import STATE_NAME
 from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
@@ -133,14 +133,19 @@ def test_retention_spares_the_best_every_third_the_loaded_and_the_used(make_stat
     assert manifest.verify(run_dir.checkpoint(2)).metrics == {"loss": 2.0}, "it holds no numbers without bounds"
 
 
-def test_a_damaged_step_does_not_count_as_one_of_the_kept(make_state: MakeState, run_dir: RunDir) -> None:
-    state = make_state()
-    checkpointer = Checkpointer(run_dir.checkpoints, state, save_async=False, retention=Retention(keep=2))
+def test_a_damaged_step_or_one_of_another_run_does_not_count_as_one_of_the_kept(
+    make_state: MakeState, run_dir: RunDir
+) -> None:
+    write_checkpoint(run_dir, 9, run_id="other")
+    identity = Identity(run_id="mine", run_ids={"mine"})
+    options = {"save_async": False, "retention": Retention(keep=2), "identity": identity}
+    checkpointer = Checkpointer(run_dir.checkpoints, make_state(), **options)
     for step in (1, 2, 3):
         checkpointer.save(step)
         if step == 2:
             (run_dir.checkpoint(2) / manifest.MANIFEST_NAME).write_text("{")
-    assert run_dir.committed_steps() == [1, 3]
+    found = {entry.step: entry.status for entry in list_entries(run_dir.checkpoints, {"mine"})}
+    assert found == {1: "committed", 2: "damaged", 3: "committed", 9: "foreign"}
 
 
 def test_attachments_are_part_of_the_commit(make_state: MakeState, run_dir: RunDir, tmp_path: Path) -> None:
