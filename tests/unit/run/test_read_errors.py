@@ -75,14 +75,14 @@ def test_an_older_step_can_still_be_asked_for_by_number(three: RunDir) -> None:
 def test_commands_name_what_is_unreadable(three: RunDir) -> None:
     places = CheckpointDirs(three.path)
     with unreadable(three.checkpoint(10) / MANIFEST_NAME):
-        (problem,) = ls(places, metric=None).problems
+        (problem,) = ls(places, steps=[], metric=None).problems
         assert problem.startswith("step 10 is unreadable: ")
         (problem,) = ckpt_verify(places, steps=[], how="full").problems
         assert "cannot be read: Input/output error" in problem
     shard = three.checkpoint(10) / "trainer/__0.distcp"
     shard.rename(shard.with_name("kept"))
     shard.symlink_to(shard)
-    (problem,) = ls(places, metric=None).problems
+    (problem,) = ls(places, steps=[], metric=None).problems
     assert problem.startswith("step 10 is unreadable: ") and "__0.distcp cannot be read: Too many levels of" in problem
 
 
