@@ -382,6 +382,6 @@ def reasons(found: Sequence[tuple[int, str]], total: int) -> str:
 
 
 def hold_out(num_samples: int, fraction: float, *, seed: int) -> set[int]:
-    """Return which of the samples are for validation, chosen by `seed`."""
+    """Return which of the samples are for validation, chosen by `seed`: at least one, unless `fraction` is 0."""
     shuffled = np.random.default_rng([seed, 2**31]).permutation(num_samples)
-    return set(shuffled[: int(num_samples * fraction)].tolist())
+    return set(shuffled[: max(int(num_samples * fraction), int(fraction > 0))].tolist())

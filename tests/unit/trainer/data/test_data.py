@@ -168,6 +168,8 @@ def test_validation_samples_are_held_out_by_the_seed(tokenizer: Tokenizer, tmp_p
     assert len(held_out) == 10 and len(training) == 30
     assert sorted(training + held_out) == sorted(f"{k:03}<|end|>" for k in range(40))
     assert split(0) == [training, held_out] and split(1)[1] != held_out
+    few = load_samples(SftDataConfig(name=str(path), validation_fraction=0.001), tokenizer, seed=0)
+    assert len(few[1]) == 1, "a share that is less than a sample holds one out"
 
 
 @given(n=st.integers(1, 40), size=st.integers(1, 50), seed=st.integers(0, 99), shuffle=st.booleans())
