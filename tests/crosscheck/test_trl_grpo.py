@@ -90,7 +90,7 @@ def test_losses_gradients_and_clip_fractions_are_those_of_trl(
     our_settings: dict[str, Any], trl_settings: dict[str, Any], trl_trainers: ModuleType, model: Path, tmp_path: Path
 ) -> None:
     unbounded = {} if our_settings["type"] == "cispo" else {"dual_clip": "inf"}  # TRL bounds only with `delta`
-    loss_function = build_policy_loss(PolicyLossConfig.of(**unbounded, **our_settings))
+    loss_function = build_policy_loss(PolicyLossConfig.of(**unbounded | our_settings))
     trainer = trl_trainers.grpo_trainer(model, tmp_path, **trl_settings)
     for seed in range(5):
         data = step_of(seed)
