@@ -18,7 +18,7 @@ from tests.lanes.marks import require
 from tests.runs.processes import HANG_S, wait_until
 from tests.runs.training import sft_command
 
-RUN_TIMEOUT_S = HANG_S
+RUN_TIMEOUT_S = 4 * HANG_S
 Until = Literal["trained", "prepared"]
 
 _IMPORTED = (

@@ -295,11 +295,12 @@ def rl_config(trainer: dict[str, Any], orchestrator: dict[str, Any]) -> RlConfig
 
 
 def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
-    config = sft(tmp_path, max_steps=30, ckpt={"interval": 5, "keep": 2})
+    config = sft(tmp_path, max_steps=30, dry_run=True, ckpt={"interval": 5, "keep": 2})
     lines = summary(config, SURVEY).splitlines()
     assert lines[0] == f"model: {MODEL}, 607k parameters, float32"
     assert "60 samples and 4 held out, 84k tokens, 7.5 steps an epoch; this run: 4 epochs" in lines[1]
-    assert lines[2:4] == ["  2 rows left out", "  first sample (3 tokens, [[trained]]): a[[b]]"]
+    assert lines[2:4] == ["  WARNING: 2 rows left out", "  first sample (3 tokens, [[trained]]): a[[b]]"]
+    assert "left out" not in summary(config.model_copy(update={"dry_run": False}), SURVEY), "the trainer warns then"
     assert "30 with a batch of 8" in lines[4] and "lr 2e-05 linear, warm-up 3 steps" in lines[4]
     assert lines[5] == "checkpoints: every 5 steps, the newest 2 are kept"
     assert lines[6].startswith("memory: about 9.72 MB per rank")
