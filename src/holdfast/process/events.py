@@ -21,7 +21,7 @@ def report(phase: str, **fields: object) -> None:
     """Say that this process entered `phase`, such as `loading vllm` or `ready`."""
     details = " ".join(f"{key}={value}" for key, value in fields.items())
     level = logging.WARNING if phase.startswith("WARNING") else logging.INFO
-    _log.log(level, "%s%s", phase.removeprefix("WARNING: "), f" ({details})" if details else "")
+    _log.log(level, "%s%s", phase, f" ({details})" if details else "")
     path = os.environ.get(EVENTS_ENV)
     if path:
         append(path, os.environ.get(PROCESS_ENV, ""), phase, **fields)

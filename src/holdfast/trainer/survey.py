@@ -105,7 +105,7 @@ def take_survey(config: SupervisedCommand) -> Survey:
     """Read and count the data of a program. Warnings become notes of the survey."""
     notes: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: notes.append(record.getMessage().removeprefix("WARNING: "))  # type: ignore[method-assign]
     logging.getLogger("holdfast").addHandler(handler)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
     if isinstance(config, DpoConfig | RewardTrainingConfig):

@@ -375,5 +375,5 @@ def test_null_is_read_as_any_type_of_a_section_reads_it() -> None:
 
 
 def test_a_file_without_its_sign_is_told() -> None:
-    assert "Write: @ configs/x.toml" in refused("rl", "configs/x.toml")
+    assert " @ configs/x.toml" in refused("rl", "configs/x.toml")
     assert "@ FILE.toml" in refused("rl", "--config", "x.toml")

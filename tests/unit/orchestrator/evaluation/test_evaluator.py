@@ -158,7 +158,9 @@ def test_of_damage_the_task_alone_is_played_again(tmp_path: Path, caplog: pytest
             of_run = tmp_path / "run" / "evaluations" / "step_4"
             shutil.copytree(tmp_path, of_run, ignore=shutil.ignore_patterns("run"))
             (tmp_path / "run" / "run.json").write_text("{}")
-            with pytest.raises(DataError, match=r"`uv run evaluate --run \S+ --step 4 --output-dir DIRECTORY` evaluates"):
+            with pytest.raises(
+                DataError, match=r"`uv run evaluate --run \S+ --step 4 --output-dir DIRECTORY` evaluates"
+            ):
                 read_evaluation(of_run)
             shutil.rmtree(tmp_path / "run")
             assert evaluated(config) == expected
