@@ -181,12 +181,12 @@ def _step_grid(lines: list[dict[str, Any]], metric: str) -> Grid:
 
 def verify(dirs: CheckpointDirs, *, steps: list[str], how: Verification) -> Report:
     """Check steps (all of them if none is named) against their manifests."""
+    entries = [entry for entry in dirs.entries() if entry.status != "torn"]
+    directories = [entry.path for entry in entries]
     if steps:
         directories = [directory for text in steps for directory in dirs.step_directories(text)]
-    else:
-        directories = [entry.path for entry in dirs.entries() if entry.status != "torn"]
     started = time.monotonic()
-    foreign = {entry.path: entry.reason for entry in dirs.entries() if entry.status == "foreign"}
+    foreign = {entry.path: entry.reason for entry in entries if entry.status == "foreign"}
     lines = [_verify_one(directory, how, foreign.get(directory, "")) for directory in directories]
     if not steps:
         lines = [line for line in lines if line["ok"] or not is_gone(Path(line["path"]))]

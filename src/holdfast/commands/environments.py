@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.arguments import Subcommands, add_json, natural, positive
 from holdfast.errors import ConfigError, RunDirError, nearest
-from holdfast.process.imports import is_checkout
+from holdfast.process.imports import is_checkout, to_type
 
 if TYPE_CHECKING:
     from holdfast.config.environments import EnvironmentConfig
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
     elif arguments.id is None:
         raise ConfigError(
             "environments check needs the ID of an environment, as in\n"
-            f"  {_prefix()}environments check reverse_text\n"
-            f"       `{_prefix()}environments list` lists the built-in environments."
+            f"  {to_type('environments check reverse_text')}\n"
+            f"       `{to_type('environments list')}` lists the built-in environments."
         )
     else:
         settings = read_section(EnvironmentConfig, given)
@@ -116,15 +116,17 @@ def _take_from_run(arguments: argparse.Namespace, words: list[str]) -> Environme
         arguments.model, arguments.seed = run.model.tokenizer_name or None, run.seed
         arguments.seq_len = run.rollouts_of(section).seq_len
         return section
+    if arguments.id is None:
+        raise ConfigError("the run has no environment: orchestrator.environments is empty.")
     raise ConfigError(
-        f"'{arguments.id or ''}' is not an environment of the run.{nearest(arguments.id, labels)} Allowed: "
+        f"'{arguments.id}' is not an environment of the run.{nearest(arguments.id, labels)} Allowed: "
         f"{', '.join(labels) or 'none, as orchestrator.environments is empty'}."
     )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the arguments: `command` and what the subcommand takes. Raise ConfigError for an unusable argument."""
-    subcommands = Subcommands("environments", "Environments of rl: check, begin, list.", _EPILOG, prefix=_prefix())
+    subcommands = Subcommands("environments", "Environments of rl: check, begin, list.", _EPILOG, prefix=to_type(""))
     check = subcommands.add("check", "Find what would keep a run with an environment from resuming exactly.")
     check.add_argument("id", metavar="ID", nargs="?", help="with `@`, unset: the only environment of the run")
     check.add_argument("--args", type=_object, default={}, metavar="JSON", help="arguments of its constructor ({})")
@@ -143,10 +145,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     init.add_argument("name", metavar="NAME", help="the module: letters, digits and _")
     add_json(subcommands.add("list", "List the built-in environments."))
     return subcommands.parse(argv)
-
-
-def _prefix() -> str:
-    return "uv run " if is_checkout() else ""
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -180,7 +178,7 @@ def create(name: str, directory: Path) -> Report:
         )
     cls = "".join(word[0].upper() + word[1:] for word in name.split("_") if word)
     project = _project_of(directory) if is_checkout() else ""
-    run = f"{_prefix()}{project}"
+    run = to_type(project)
     paths = {
         directory / file: (_TEMPLATES / template).read_text("utf-8").format(name=name, cls=cls, run=run)
         for file, template in (

@@ -30,7 +30,7 @@ from holdfast.config.files import TOO_DEEP, holds, read_file
 from holdfast.config.flags import StrayWord, cut, flags_of, model_in
 from holdfast.config.help import hint
 from holdfast.errors import ConfigError, nearest
-from holdfast.process.imports import is_checkout
+from holdfast.process.imports import to_type
 
 C = TypeVar("C", bound=Command)
 OriginOf = Callable[[str], str | None]
@@ -92,7 +92,7 @@ def _describe_stray(word: str, command: type[BaseModel], program: str, argv: lis
         return told
     at = argv.index(word)
     line = shlex.join([*argv[:at], flag, *argv[at:]])
-    return f"{told} Write:\n  {'uv run ' if is_checkout() else ''}{program} {line}"
+    return f"{told} Write:\n  {to_type(program)} {line}"
 
 
 def _describe(error: ValidationError, command: type[BaseModel], origin_of: OriginOf, given: Mapping[str, str]) -> str:

@@ -36,6 +36,11 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", str(Path(__file__).with_name("run_module.py")), module, *arguments]
 
 
+def to_type(command: str) -> str:
+    """Return `command` as the user types it: behind `uv run` in a checkout."""
+    return f"uv run {command}" if is_checkout() else command
+
+
 def protect_children() -> None:
     """Keep the working directory out of the path of Python processes that this one starts, such as compilers."""
     os.environ["PYTHONSAFEPATH"] = "1"

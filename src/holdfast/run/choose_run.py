@@ -1,9 +1,9 @@
 """The RUN of a command that looks at runs: its first argument, or the only run below `outputs`.
 
-    ckpt verify outputs/mine 20        RUN, then the steps
-    ckpt verify 20                     a step, as there is no directory `20`: of the only run below outputs
+    ckpt verify outputs/mine 20        step 20 of the run in outputs/mine
+    ckpt verify 20                     step 20 of the only run below outputs, if there is no directory `20`
     ckpt verify                        every step of the only run below outputs
-    ckpt verify outputs/mine/checkpoints/step_20      the directory of a step: of the run that has it
+    ckpt verify outputs/mine/checkpoints/step_20      step 20 of the run in outputs/mine
 
 `--output-dir` names the directory of a run that a command makes. Commands that look refuse it, and flags such as
 `--run` and `--step`, and print the command with the arguments.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from holdfast.arguments import Parser, Subcommands, add_json, placed_words
 from holdfast.errors import ConfigError, printable
-from holdfast.process.imports import is_checkout
+from holdfast.process.imports import to_type
 from holdfast.run.run_dir import OF_RUN, RunDir
 
 HOME = Path("outputs")
@@ -42,7 +42,7 @@ class RunSubcommands(Subcommands):
         add_run(shared)
         add_json(shared)
         epilog += " If the first word is a STEP and not a directory, RUN is the only run below outputs."
-        super().__init__(program, description, epilog, prefix=_prefix(), shared=shared)
+        super().__init__(program, description, epilog, prefix=to_type(""), shared=shared)
 
     def parse(self, argv: list[str]) -> Namespace:
         """Return the arguments, with the directory of the run as `run`. Raise ConfigError also for `--output-dir`, or
@@ -142,7 +142,7 @@ def all_runs(command: str, words: Sequence[str], *, takes_evaluations: bool = Fa
         raise ConfigError(
             f"there is no run below {HOME} (from {Path.cwd()}). Name the directory of a run, such as "
             f"`{command_line(command, Path('DIRECTORY'), words)}`. `sft`, `dpo`, `reward-model` and `rl` make runs: "
-            f"`{_prefix()}rl @ configs/reverse_text/rl.toml`."
+            f"`{to_type('rl @ configs/reverse_text/rl.toml')}`."
         )
     return found
 
@@ -230,18 +230,14 @@ def refuse_flags(parser: Parser, argv: Sequence[str]) -> None:
         parser.parse_intermixed_args(words if run else [os.curdir, *words])
     except ConfigError as error:
         raise ConfigError(f"{told} Also: {error}") from None
-    raise ConfigError(f"{told} The command is:\n  {_prefix()}{shlex.join([*parser.prog.split(), *words])}")
+    raise ConfigError(f"{told} The command is:\n  {to_type(shlex.join([*parser.prog.split(), *words]))}")
 
 
 def command_line(command: str, run: Path, words: Sequence[str] = ()) -> str:
     """Return the line to type that runs a command on a run; `words` are its other words."""
-    return f"{_prefix()}{command} {shlex.join([_typed(str(run)), *words])}"
+    return to_type(f"{command} {shlex.join([_typed(str(run)), *words])}")
 
 
 def _typed(run: str) -> str:
     """Return the name of a directory as RUN, which is neither a flag nor a step."""
     return os.path.join(os.curdir, run) if run.startswith("-") or _STEP_WORD.fullmatch(run) else run  # noqa: PTH118 - a Path drops the dot
-
-
-def _prefix() -> str:
-    return "uv run " if is_checkout() else ""

@@ -208,10 +208,10 @@ class RunDir:
 
     def run_ids(self) -> set[str] | None:
         """The runs whose checkpoints belong here: this run, the run that it was forked from, and training loops of the
-        user, which have no id. None if unknown."""
+        user, which have no id. None if run.json is missing or damaged. Raise OSError if it cannot be read."""
         try:
             identity = self.identity()
-        except (RunDirError, OSError):
+        except (RunDirError, FileNotFoundError, NotADirectoryError):
             return None
         return {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
 

@@ -30,7 +30,7 @@ from holdfast.config.base import is_loopback, names_this_machine
 from holdfast.errors import ConfigError
 from holdfast.process import events
 from holdfast.process.child import die_with_launcher, run_reporting_errors, set_thread_environment
-from holdfast.process.imports import is_checkout
+from holdfast.process.imports import to_type
 from holdfast.run.run_dir import RunDir
 
 HOST = "127.0.0.1"
@@ -165,7 +165,7 @@ class LivePage:
 
         (data,) = read_runs([self._run_dir.path])
         place = shlex.quote(str(data.run_dir.path))
-        live = Live(secrets.token_hex(8), self._run_id, f"{'uv run ' if is_checkout() else ''}report {place}")
+        live = Live(secrets.token_hex(8), self._run_id, to_type(f"report {place}"))
         page = page_of([data])
         self.page, self.update = (render(page, script, live=live).encode() for script in (library(), ""))
         self.tag, self.trouble = live.tag, None

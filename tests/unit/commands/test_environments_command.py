@@ -282,6 +282,8 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(
         (["faults:Tooled"], "is the id of several environments: give a name, of "),
     ):
         assert message in refused("environments", "check", *words, "@", "run.toml")
+    Path("none.toml").write_text("[orchestrator]\nenvironments = []\n")
+    assert "the run has no environment" in refused("environments", "check", "@", "none.toml")
 
 
 @pytest.mark.parametrize(

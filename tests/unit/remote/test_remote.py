@@ -325,6 +325,13 @@ class TestFetch:
         assert attempt.resume_step == 2 and attempt.checkpoint == empty.checkpoint(2)
         assert empty.run_id() == "run" and RemoteCheckpoints(url).steps() == [1, 2]
 
+    def test_a_newer_step_of_another_run_is_refused_with_a_store_too(self, url: str, empty: RunDir) -> None:
+        fetch(url, empty, "latest")
+        write_checkpoint(empty, 9, run_id="other")
+        settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": "latest"}}
+        with pytest.raises(CheckpointError, match=r"step_9 is a checkpoint of another run \(other\)"):
+            prepare(SftConfig.model_validate(settings), clean=False, dry_run=False)
+
     def test_a_rewind_that_is_cut_off_has_not_happened(
         self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -445,10 +445,13 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
         print(f"removed {path.relative_to(run_dir.path)}: it was never committed")
     if attempt.fork is not None or attempt.resume_step is None or not run_dir.holds_run():
         fork, there = attempt.fork, attempt.checkpoint
+        run_id = read_manifest(there).run_id if there and not fork else None
+        if run_id:
+            print(f"WARNING: {run_dir.path} has no run.json, and gets the run id of step {attempt.resume_step}")
         run_dir.create(
             forked_from=fork.origin if fork else None,
             created_unix_s=fork.created_unix_s if fork else None,
-            run_id=read_manifest(there).run_id if there and not fork else None,
+            run_id=run_id,
         )
     aside = run_dir.discarded(number)
     for path, reason in set_aside_damaged(run_dir, number):

@@ -82,9 +82,9 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
     choose = "Choose another place with --ckpt.dir"
     if steps and wanted is None:
         raise RunDirError(f"{there} of an earlier run. {choose}, or continue from them with --ckpt.resume-step latest.")
-    ours = run_dir.run_ids()
-    if ours is None:
+    if not run_dir.holds_run():
         return
+    own, ours = run_dir.run_id(), run_dir.run_ids() or ()
     for step in reversed(steps):
         try:
             run_id = remote.read_manifest(step).run_id
@@ -93,7 +93,7 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
         except CheckpointError:
             continue
         if run_id not in ours:
-            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds run {run_dir.run_id()}. {choose}.")
+            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds run {own}. {choose}.")
         return
 
 

@@ -62,17 +62,18 @@ def tell(lines: Sequence[str], config: SftDataConfig, *, is_told: bool) -> None:
         report(f"WARNING: {config.name}: {line}")
 
 
-def remarks_of(config: SftDataConfig, found: Iterable[tuple[str, int, int]]) -> Remarks:
-    """Return warnings about samples. Reads the data again for the labels of rows, if there are warnings.
+def tell_samples(found: Iterable[tuple[str, int, int]], config: SftDataConfig, *, is_told: bool) -> None:
+    """Do as `tell` with warnings about samples. Read the data again for the labels of rows, if there are warnings.
 
     Args:
         found: for each warning its text, how many samples it is about, and the place of the first one's row.
     """
     there = [(text, count, place) for text, count, place in found if count]
-    if not there:
-        return {}
+    if not there or not (is_told or config.strict):
+        return
     rows = read_rows(config.name, split=config.split)
-    return {
+    remarks = {
         text: Remark(count, next((where for where, _ in rows.take(place, place + 1)), f"row {place + 1}"))
         for text, count, place in there
     }
+    tell(lines_of(remarks), config, is_told=is_told)

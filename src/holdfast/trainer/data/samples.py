@@ -31,7 +31,7 @@ from holdfast.run.data_files import find_files
 from holdfast.run.rows import Rows, read_rows
 from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, has_format
 from holdfast.trainer.data.mistaken import refuse_mistaken
-from holdfast.trainer.data.remarks import lines_of, remarks_of, tell
+from holdfast.trainer.data.remarks import lines_of, tell, tell_samples
 from holdfast.trainer.data.rows import BadRows, Sample
 from holdfast.trainer.data.tokenizing import (
     FEW_ROWS,
@@ -359,7 +359,7 @@ def load_samples(
         why = [(int((is_too_long & ~is_kept).sum()), f"have more than {config.seq_len} tokens and were dropped")]
         cut = is_too_long & is_kept & ~is_trained
         why += [(int(cut.sum()), "were cut before their answer"), (untrained - int(cut.sum()), "have no answer")]
-        why += [(len(usable), "are held out")]
+        why += [(len(usable), "are held out by data.validation_fraction")]
         raise DataError(
             f"{config.name}: no samples to train on are left of {len(lengths):,}: {reasons(why, len(lengths))}"
         )
@@ -369,7 +369,7 @@ def load_samples(
         ("samples have nothing to train on and are left out", is_untrained),
     )
     found = [(text, int(is_it.sum()), samples[int(is_it.argmax())].row) for text, is_it in texts]
-    tell(lines_of(remarks_of(config, found)), config, is_told=mesh is None or mesh.is_main)
+    tell_samples(found, config, is_told=mesh is None or mesh.is_main)
     training, held_out = (
         ChosenSamples(samples, usable[places], most=config.seq_len) for places in (~is_held_out, is_held_out)
     )

@@ -6,7 +6,7 @@ the same micro-batch, since the loss compares them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.config.preference import PreferenceDataConfig
 from holdfast.errors import DataError
 from holdfast.trainer.data.formats import ANSWER_FORMATS, PAIR_FORMATS, Format
-from holdfast.trainer.data.remarks import lines_of, remarks_of, tell
+from holdfast.trainer.data.remarks import tell_samples
 from holdfast.trainer.data.rows import Sample
 from holdfast.trainer.data.samples import chat_tokenizer, fingerprint_samples, hold_out, read_samples, reasons
 
@@ -146,10 +146,9 @@ def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample], *, is_to
     return pairs
 
 
-def _tell(config: PreferenceDataConfig, found: Sequence[tuple[str, Sequence[int]]], *, is_told: bool) -> None:
+def _tell(config: PreferenceDataConfig, found: Iterable[tuple[str, Sequence[int]]], *, is_told: bool) -> None:
     """Report warnings, each with the places of its rows. Raise DataError if the data are refused for them."""
-    remarks = remarks_of(config, [(text, len(rows), min(rows, default=0)) for text, rows in found])
-    tell(lines_of(remarks), config, is_told=is_told)
+    tell_samples([(text, len(rows), min(rows, default=0)) for text, rows in found], config, is_told=is_told)
 
 
 @dataclass(frozen=True)

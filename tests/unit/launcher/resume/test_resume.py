@@ -354,12 +354,15 @@ def test_every_process_is_handed_the_number_and_nothing_else(other: RunDir) -> N
     assert ckpt is not None and (ckpt.resume_step, ckpt.resume_dir) == (10, None)
 
 
-def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(other: RunDir) -> None:
+def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(
+    other: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id = manifest.read_manifest(other.checkpoint(10)).run_id
     (other.path / "run.json").unlink()
     with pytest.raises(RunDirError, match="not there to compare with: continue with --ckpt.resume-step auto"):
         start(config_of(other))
     assert start(config_of(other, resume_step="latest")).resume_step == 10
-    assert other.holds_run()
+    assert other.run_id() == run_id and "has no run.json, and gets the run id of step 10" in capsys.readouterr().out
 
 
 def test_the_diff_to_the_checkpoint_is_shown_in_groups(other: RunDir, sft: Sft, new: RunDir) -> None:
