@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,12 @@ from holdfast.orchestrator.env.guard import result_of
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed, as_messages
 from holdfast.orchestrator.env.judge import Judge
 from holdfast.orchestrator.env.math_answers import MathAnswers
+from holdfast.orchestrator.env.numbers import ends_with, fold, number, numbers_alone, read_numbers, same
 from holdfast.process.imports import load_function
 from holdfast.run.rows import Row, read_rows
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
+_CODE = re.compile(r"0\d")
+"""A text of digits that is not a number, such as 007."""
 
 Scorer = Callable[[str, str], float]
 
@@ -53,29 +54,27 @@ def lcs(completion: str, answer: str) -> float:
 
 
 def exact(completion: str, answer: str) -> float:
-    """Return whether both are equal up to surrounding white space."""
-    return float(completion.strip() == answer.strip())
+    """Return whether both are equal up to white space around them, and the form of spaces and minus signs."""
+    return float(fold(completion).strip() == fold(answer).strip())
+
+
+def exact_number(completion: str, answer: str) -> float:
+    """Return whether the completion is the number `answer` and nothing else: `exact` for numbers of JSON."""
+    given, right = numbers_alone(completion), numbers_alone(answer)
+    return float(len(given) == 1 and ends_with(given, right))
 
 
 def contains(completion: str, answer: str) -> float:
-    """Return whether the answer occurs in the completion."""
-    return float(answer.strip() in completion)
+    """Return whether the answer occurs in the completion, but not as a part of a longer number.
 
-
-def number(completion: str, answer: str) -> float:
-    """Return whether the last number in the completion equals the last in the answer."""
-    given, right = _last_number(completion), _last_number(answer)
-    return float(given is not None and given == right)
-
-
-def _last_number(text: str) -> float | Decimal | None:
-    """Return the last number, an integer exactly: as floats, integers above 2**53 would equal their neighbours."""
-    found = _NUMBER.findall(text)
-    if not found:
-        return None
-    digits = found[-1].replace(",", "")
-    whole, _, fraction = digits.lstrip("+-").partition(".")
-    return Decimal(digits) if whole.isdecimal() and not fraction.strip("0") else float(digits)
+    A number in the completion may have another form than the answer: 1,000 for 1000.
+    """
+    right = fold(answer).strip()
+    before, after = r"(?<![\d])" if right[:1].isdigit() else "", r"(?!\d|[.,]\d)" if right[-1:].isdigit() else ""
+    numbers = [] if _CODE.match(right) else numbers_alone(right)
+    if len(numbers) == 1:
+        return float(any(same(given, numbers[0]) for given in read_numbers(completion)))
+    return float(re.search(f"{before}{re.escape(right)}{after}", fold(completion)) is not None)
 
 
 def regex_scorer(pattern: str) -> Scorer:
@@ -102,10 +101,12 @@ class Question(Task):
     Attributes:
         fields: what a judge sees, by the names in its prompt.
         answers: all right answers, if there are several.
+        has_numbers: the right answers are numbers of JSON.
     """
 
     fields: Mapping[str, str] = field(default_factory=dict)
     answers: tuple[str, ...] = ()
+    has_numbers: bool = False
 
 
 class Jsonl(Environment):
@@ -160,8 +161,9 @@ class Jsonl(Environment):
             assert isinstance(task, Question)
             return await self._judged(self._judge, task, sessions)
         assert self._score is not None
-        answers = (isinstance(task, Question) and task.answers) or (task.answer,)
-        scores = [[await result_of(self._score(one.completion, answer)) for answer in answers] for one in sessions]
+        question = task if isinstance(task, Question) else Question(task.prompt, task.answer, answers=(task.answer,))
+        score = exact_number if question.has_numbers and self._score is exact else self._score
+        scores = [[await result_of(score(one.completion, answer)) for answer in question.answers] for one in sessions]
         rewards = [max(found) for found in scores]
         return [Score(reward, {self._scorer_name: reward}) for reward in rewards]
 
@@ -235,14 +237,16 @@ def _read_task(row: Row, prompt: str, answer: str, fields: Sequence[str] | None,
             )
     right = _answers(values[answer], answer, where) if answer in needed else ("",)
     messages = _messages(values[prompt], f"{where}: '{prompt}'")
-    if fields is None and len(right) == 1:
+    value = values.get(answer)
+    has_numbers = all(not isinstance(one, str) for one in (value if isinstance(value, list) else [value]))
+    if fields is None and len(right) == 1 and not has_numbers:
         return Task(prompt=messages, answer=right[0])
     judged = {name: _plain(values[name], f"{where}: '{name}'") for name in of_judge}
     if "prompt" in (fields or ()):
         judged["prompt"] = _as_text(values[prompt], messages)
     if "answer" in (fields or ()):
         judged["answer"] = "\n".join(right)
-    return Question(prompt=messages, answer=right[0], fields=judged, answers=right)
+    return Question(prompt=messages, answer=right[0], fields=judged, answers=right, has_numbers=has_numbers)
 
 
 def _value(row: Row, column: str, named_by: str, where: str) -> Any:

@@ -12,15 +12,18 @@ import contextlib
 import importlib
 import json
 import math
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import EnvironmentFailure, ProcessKilled
+from holdfast.orchestrator.env.numbers import Number, digits_of, fold, is_near, number, numbers_alone, plain, same
 from holdfast.process.child import die_with_parent, was_killed
 from holdfast.process.imports import import_extra
 
@@ -30,6 +33,8 @@ _WAIT_S = 300.0
 """For a process that does not get so far."""
 _MEMORY_BYTES = 4 << 30
 """For one answer, beyond the memory of the process before it."""
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "max", "min"})
 _KEPT_SHARE = 0.25
 """The part that answers may leave in the process, as sympy's caches do, before the next answer gets another process."""
 
@@ -123,12 +128,41 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
 def _compare(completion: str, answer: str) -> dict[str, Any]:
     from math_verify import parse, verify
 
-    # Without these marks a fraction in LaTeX would be read as its last number.
-    is_marked = "$" in answer or "\\boxed" in answer
-    right = parse(answer if is_marked else f"${answer}$") or parse(answer)
+    numbers = numbers_alone(answer)
+    if len(numbers) > 1 or any(isinstance(one.value, tuple) for one in numbers):
+        # Plain lists of numbers and times: math-verify reads parts of them.
+        if number(completion, answer):
+            return {"equal": True}
+        if any(isinstance(one.value, tuple) for one in numbers):
+            return {"equal": False}
+    given = list[Any]()
+    if len(numbers) == 1:
+        said = numbers_alone(completion)
+        if len(said) != 1:
+            given = parse(plain(completion))
+            said = numbers_alone(given[-1]) if given and isinstance(given[-1], str) else []
+        if len(said) == 1:
+            if same(said[0], numbers[0]) or not is_near(said[0], numbers[0]):
+                return {"equal": same(said[0], numbers[0])}
+            given = given or parse(digits_of(said[0]))  # math-verify says whether two roundings are equal
+    right = _parse_right(answer, numbers)
     if all(isinstance(one, str) for one in right):  # math_verify returns text that it cannot parse as it is
         return {"error": f"the right answer {answer[:80]!r} is not a formula or number"}
-    return {"equal": bool(verify(right, parse(completion)))}
+    return {"equal": bool(verify(right, given or parse(fold(completion))))}
+
+
+def _parse_right(answer: str, numbers: Sequence[Number]) -> list[Any]:
+    """Return what math-verify finds in a right answer."""
+    from math_verify import parse
+
+    answer = fold(answer)
+    if len(numbers) == 1:
+        return parse(digits_of(numbers[0]) + "%" * numbers[0].is_percent)
+    # Without these marks a formula would be read as its last number; with them, words as products of letters.
+    is_marked = "$" in answer or "\\boxed" in answer
+    words = set(_WORD.findall(answer)) - _FUNCTIONS
+    is_formula = not is_marked and (not words or "\\" in answer)
+    return parse(f"${answer}$" if is_formula else answer) or parse(answer if is_formula else f"${answer}$")
 
 
 def _prepare() -> None:
