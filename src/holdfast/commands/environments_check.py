@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 
 from holdfast.chat.tokenizer import load_tokenizer
-from holdfast.commands.environments_probe import Findings, Request, probe
+from holdfast.commands.environments_probe import Findings, Request, probe, solve
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure
 from holdfast.orchestrator.env.interface import Environment
 from holdfast.orchestrator.env.registry import load_environment, require_methods
+from holdfast.orchestrator.env.solvable import Solvability
 from holdfast.process.child import LAUNCHER_ENV, killed_by
 from holdfast.process.imports import module_command
 from holdfast.view.tables import Grid, Report, working
@@ -47,7 +48,7 @@ _MOST_LINES = 4
 _HASH_SEEDS = ("1", "2", "3", "4")
 """Hash seeds of other processes. Two elements of a set have one order or the other: a single process would find in half
 of all cases that a task depends on it."""
-CHECKS = ("tasks", "prompts", "template", "sessions", "scores")
+CHECKS = ("tasks", "prompts", "template", "sessions", "scores", "answers")
 
 
 def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str | None, seq_len: int) -> Report:
@@ -67,6 +68,9 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
     )
     with working("asking the environment") as tell, contextlib.redirect_stdout(sys.stderr):
         first, others = asyncio.run(_ask_here(settings, request))
+        tell("scoring the answers of tasks")
+        is_playable = bool(first.scores) and not first.failures
+        solved = asyncio.run(solve(load(settings), request)) if is_playable else None
         for number, hash_seed in enumerate(_hash_seeds()):
             tell(f"in another process, {number + 1}")
             # Only the first of them plays, too.
@@ -84,7 +88,8 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
         for index, names in first.changed_scores.items()
         for name in names
     ]
-    return _report(settings, request, first, problems)
+    problems["answers"] += solved.lines() if solved else []
+    return _report(settings, request, first, problems, solved)
 
 
 async def _ask_here(settings: EnvironmentConfig, request: Request) -> tuple[Findings, dict[str, Findings]]:
@@ -146,19 +151,31 @@ def _differences(
     ]
 
 
+def _why_not_solved(solved: Solvability | None) -> str:
+    if solved is None:
+        return "a judge scores, or tasks have no `answer`"
+    return "no task's `answer` earns a reward as the whole completion"
+
+
 def _report(
-    settings: EnvironmentConfig, request: Request, first: Findings, problems: Mapping[str, Sequence[str]]
+    settings: EnvironmentConfig,
+    request: Request,
+    first: Findings,
+    problems: Mapping[str, Sequence[str]],
+    solved: Solvability | None,
 ) -> Report:
     different = len({tuple(sorted(parts.items())) for parts in first.tasks.values()})
     num_sessions = sum(map(len, first.sessions.values()))
     counts = {"tasks": 1, "prompts": len(first.lengths), "template": num_sessions, "sessions": num_sessions}
     counts["scores"] = len(first.scores)
+    counts["answers"] = solved.num_tried if solved and solved.is_known else 0
     notes = {
         "tasks": f"{len(first.tasks)}, {different} of them different; made again, in another order, in other processes",
         "prompts": f"the longest has {max(first.lengths, default=0)} of {request.seq_len} tokens",
         "template": "writes all that was said",
         "sessions": f"{num_sessions} with scripted answers",
         "scores": f"of {len(first.scores)} tasks: the same every time, finite, one for each session",
+        "answers": f"of {counts['answers']:,} {solved.what if solved else 'tasks'}: each earns the full reward",
     }
     if first.num_split:
         notes["template"] = f"rewrites earlier turns: {first.num_split} sessions split into branches"
@@ -171,7 +188,10 @@ def _report(
         elif name == "template" and request.model is None:
             states[name], notes[name] = "not checked", "needs --model.name"
         elif not counts[name]:
-            states[name], notes[name] = "not checked", "no task got this far"
+            states[name] = "not checked"
+            notes[name] = (
+                _why_not_solved(solved) if name == "answers" and not any(problems.values()) else "no task got this far"
+            )
     unique = {name: list(dict.fromkeys(problems[name])) for name in CHECKS}
     lines: list[str] = []
     for name, found in unique.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence, Set
@@ -29,7 +30,9 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, text_of
 from holdfast.orchestrator.env.guard import PromptTooLong, result_of
 from holdfast.orchestrator.env.interface import Environment, HistoryRewritten, Session, Task, as_messages
+from holdfast.orchestrator.env.jsonl import Jsonl
 from holdfast.orchestrator.env.registry import load_environment
+from holdfast.orchestrator.env.solvable import Make, Solvability, rows_of, try_answers
 from holdfast.orchestrator.env.tool_loop import ToolUse, tool_use_of
 from holdfast.orchestrator.episodes import (
     Problem,
@@ -242,6 +245,33 @@ async def probe(environment: Environment, request: Request) -> Findings:
     return found
 
 
+async def solve(environment: Environment, request: Request) -> Solvability | None:
+    """Return what the answers of all rows, or of some tasks, earn; None if a judge scores, or tasks have no answer."""
+    tokenizer, config = plain_tokenizer(), request.config
+    tool_use = tool_use_of(environment, config, tokenizer)
+
+    def problem_of(index: int) -> Problem:
+        return Problem(environment, config, TaskSeed(request.seed, config.label, index))
+
+    async def make_one(index: int) -> Task:
+        async with calling_of(problem := problem_of(index), "make_task"):
+            return await result_of(environment.make_task(problem.seed))
+
+    async def score(task: Task, completions: list[str], index: int) -> list[float]:
+        problem = problem_of(index)
+        asked = _Asked(problem, tokenizer, _PLAIN_SEQ_LEN, tool_use, Findings())
+        ids = prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=_PLAIN_SEQ_LEN, tool_use=tool_use)
+        sessions = [await asked.play(text, task, ids) for text in completions]
+        return [one.reward for one in await score_sessions(sessions, task, problem)]
+
+    make: Make = rows_of(environment) if isinstance(environment, Jsonl) else make_one
+    is_judged = isinstance(environment, Jsonl) and environment.scorer_name == "judge"
+    if is_judged or not (await make(0)).answer:
+        return None
+    async with judging():
+        return await try_answers(environment, make, score, most_s=math.inf)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Asked:
     problem: Problem
@@ -287,6 +317,14 @@ class _Asked:
             await self._scores(task, {name: session}, f"{name}, alone in its group")
 
     async def _play(self, name: str, text: str, task: Task, prompt_ids: list[int]) -> Session | None:
+        try:
+            return await self.play(text, task, prompt_ids)
+        except EnvironmentFailure as failure:
+            check = "template" if isinstance(failure.__cause__, HistoryRewritten) else "sessions"
+            self.found.fail(check, f"{name}: {failure}")
+            return None
+
+    async def play(self, text: str, task: Task, prompt_ids: list[int]) -> Session:
         sampler = Scripted(self.tokenizer, text)
         session = Session(
             prompt_ids,
@@ -299,12 +337,7 @@ class _Asked:
             keeps_history=self.problem.settings.history == "keep",
             max_branches=self.problem.settings.max_branches,
         )
-        try:
-            await play_session(session, task, self.problem)
-        except EnvironmentFailure as failure:
-            check = "template" if isinstance(failure.__cause__, HistoryRewritten) else "sessions"
-            self.found.fail(check, f"{name}: {failure}")
-            return None
+        await play_session(session, task, self.problem)
         return session
 
     async def _scores(self, task: Task, sessions: dict[str, Session], what: str) -> dict[str, str]:

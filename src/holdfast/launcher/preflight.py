@@ -182,16 +182,20 @@ def _is_part(name: str, *, of: str) -> bool:
 
 
 def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
-    """Run `module` with the configuration on its standard input; raise the error that it reports."""
-    with tempfile.TemporaryFile() as output:  # not a pipe, which children of the user's code may hold open
+    """Run `module` with the configuration on its standard input. Print its warnings, raise its error."""
+    # Files, not pipes, which children of the user's code may hold open.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as warnings:
         child = subprocess.run(
             module_command(module, *arguments),
             input=config.model_dump_json().encode(),
-            stdout=subprocess.DEVNULL,
+            stdout=warnings,
             stderr=output,
             env={**os.environ, LAUNCHER_ENV: str(os.getpid())},
         )
         if child.returncode == 0:
+            warnings.seek(0)
+            lines = warnings.read().decode(errors="replace").splitlines()
+            print(*(f"{line}\n" for line in lines if line.startswith("WARNING: ")), end="", sep="", file=sys.stderr)
             return
         output.seek(0)
         said = output.read().decode(errors="replace").strip()

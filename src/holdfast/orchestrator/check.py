@@ -1,4 +1,4 @@
-"""Checks the environments of a configuration without playing one.
+"""Checks the environments of a configuration without playing one. Prints warnings about rows that cannot be solved.
 
     python -m holdfast.orchestrator.check environments|evaluation < config.json
 
@@ -9,8 +9,9 @@ constructor's parameters.
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.evaluation import EvaluateConfig
@@ -23,9 +24,14 @@ from holdfast.orchestrator.env.registry import (
     load_levels,
     require_methods,
 )
+from holdfast.orchestrator.env.solvable import warnings_of
 from holdfast.orchestrator.env.tool_loop import check_tools
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 
+_MOST_S = 10.0
+"""For the rows of a file whose answers are slow to score."""
+_SAID = sys.stdout
+"""What the launcher prints. Code of the user's prints elsewhere."""
 # The modules of evaluations take 0.2 s to import, and most runs have none: functions import them.
 
 
@@ -36,6 +42,7 @@ def check_environments(config: OrchestratorConfig) -> None:
     EnvironmentFailure if its module raises an error.
     """
     built_in = _check_all(config.environments, key="environments")
+    _warn(built_in, config.environments)
     check_tools(built_in, config.environments, tokenizer_name=config.model.tokenizer_name)
     if config.eval is None:
         return
@@ -45,6 +52,7 @@ def check_environments(config: OrchestratorConfig) -> None:
     built_in = _check_all(groups.environments, key=EVAL_KEY)
     check_tools(built_in, groups.environments, tokenizer_name=config.model.tokenizer_name)
     there = [section for section in groups.environments if section.label in built_in]
+    _warn(built_in, [section for section in there if section not in config.environments])
     held_out_tasks(config, config.eval, groups.model_copy(update={"environments": there}), built_in, {})
 
 
@@ -63,6 +71,13 @@ def _check_all(sections: Sequence[EnvironmentConfig], *, key: str) -> dict[str, 
     return built_in
 
 
+def _warn(environments: Mapping[str, Environment], sections: Sequence[EnvironmentConfig]) -> None:
+    for section in sections:
+        if section.label in environments:
+            for line in asyncio.run(warnings_of(environments[section.label], section, most_s=_MOST_S)):
+                print(line, file=_SAID, flush=True)
+
+
 def check_evaluation(config: EvaluateConfig) -> None:
     """Check the environments of `evaluate`, and how many tasks the built-in ones have; raises as above."""
     from holdfast.orchestrator.evaluation.main import load_tasks
@@ -73,6 +88,7 @@ def check_evaluation(config: EvaluateConfig) -> None:
     built_in = [section for section in config.environments if is_built_in(section.id)]
     here = [section.model_copy(update={"workers": 0}) for section in built_in]
     tasks = load_tasks(config.model_copy(update={"environments": here}), {})
+    _warn(dict(tasks.environments), here)
     if config.model is not None:
         check_tools(dict(tasks.environments), built_in, tokenizer_name=config.model.tokenizer_name)
 
@@ -86,4 +102,5 @@ def _main(what: str, content: bytes) -> None:
 
 if __name__ == "__main__":
     die_with_launcher()
+    sys.stdout = sys.stderr
     run_reporting_errors(lambda: _main(sys.argv[1], sys.stdin.buffer.read()))

@@ -4,6 +4,7 @@ import datetime
 import enum
 import json
 import random
+import re
 import subprocess
 import sys
 from functools import partial
@@ -27,6 +28,7 @@ FAULTS = '''
 import itertools
 import math
 import random
+import re
 
 from holdfast import Environment, Message, Score, Task
 
@@ -233,9 +235,36 @@ def test_a_fault_is_found_and_told_by_its_check(name: str, part: str, message: s
 
 
 @pytest.mark.usefixtures("here_alone")
+@pytest.mark.parametrize(
+    ("args", "state", "told"),
+    [
+        (
+            {"scorer": "number"},
+            "FAILED",
+            "1 of 3 rows cannot be solved: .* First: .*q.jsonl:2, 'B', which has no number",
+        ),
+        ({"scorer": "lcs"}, "OK", "of 3 rows: each earns the full reward"),
+        ({"scorer": f"{__name__}:generous"}, "FAILED", "3 of 3 rows give the full reward to an empty or arbitrary"),
+        ({"scorer": "regex", "pattern": "#### (.*)"}, "not checked", "no task's `answer` earns a reward as the whole"),
+    ],
+)
+def test_rows_that_nobody_or_everybody_solves_are_told(
+    args: dict[str, str], state: str, told: str, environments: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(f'{{"prompt": "q", "answer": "{answer}"}}\n' for answer in ("1,000", "B", "3")))
+    _, out, err = environments("check", "jsonl", "--args", json.dumps({"path": str(path), **args}))
+    assert f"answers   {state}" in out and re.search(told, out + err)
+
+
+def generous(completion: str, answer: str) -> float:
+    return 1.0
+
+
+@pytest.mark.usefixtures("here_alone")
 def test_what_no_task_came_to_is_not_checked(environments: Command) -> None:
     code, out, _ = environments("check", "faults:NoTasks", "--num-tasks", "4", "--model.name", BASE)
-    states = {line.split()[0]: line.split(maxsplit=1)[1].split("  ")[0] for line in out.splitlines()[1:6]}
+    states = {line.split()[0]: line.split(maxsplit=1)[1].split("  ")[0] for line in out.splitlines()[1:7]}
     assert code == 1 and states == {"tasks": "FAILED", **dict.fromkeys(environments_check.CHECKS[1:], "not checked")}
     assert "scores    not checked  no task got this far\n" in out
 

@@ -70,6 +70,8 @@ def contains(completion: str, answer: str) -> float:
     A number in the completion may have another form than the answer: 1,000 for 1000.
     """
     right = fold(answer).strip()
+    if not right:
+        return 0.0
     before, after = r"(?<![\d])" if right[:1].isdigit() else "", r"(?!\d|[.,]\d)" if right[-1:].isdigit() else ""
     numbers = [] if _CODE.match(right) else numbers_alone(right)
     if len(numbers) == 1:
@@ -109,8 +111,18 @@ class Question(Task):
     has_numbers: bool = False
 
 
+def answers_of(task: Task) -> tuple[str, ...]:
+    """Return all right answers."""
+    return (isinstance(task, Question) and task.answers) or (task.answer,)
+
+
 class Jsonl(Environment):
-    """Single-turn questions; every row is used once per epoch, in a new order each time."""
+    """Single-turn questions; every row is used once per epoch, in a new order each time.
+
+    Attributes:
+        places, tasks: of each row, in the order of the file.
+        full_reward: of a right answer; None if it is not known, as with a scorer of the user's.
+    """
 
     def __init__(
         self,
@@ -146,14 +158,29 @@ class Jsonl(Environment):
             raise ConfigError("jsonl: judge.prompt has no {completion}: the judge would not see what it is to score")
         self._score = _find_scorer(scorer, pattern)
         self._scorer_name = scorer.partition(":")[2] or scorer
-        self._tasks = _read_tasks(path, split, prompt, answer, self._judge.fields if self._judge else None)
-        self.num_tasks = len(self._tasks)
+        self.places, self.tasks = _read_tasks(path, split, prompt, answer, self._judge.fields if self._judge else None)
+        self.num_tasks = len(self.tasks)
+        self.full_reward = 1.0 if scorer in (*SCORERS, "math_verify") else None
+        if scorer == "contains":
+            self._refuse_empty_answers(answer)
         self._shuffle = shuffle
 
     def make_task(self, seed: TaskSeed) -> Task:
         """Return row `index` of the endless sequence of epochs."""
-        num_tasks = len(self._tasks)
-        return self._tasks[seed.row(num_tasks) if self._shuffle else seed.index % num_tasks]
+        num_tasks = len(self.tasks)
+        return self.tasks[seed.row(num_tasks) if self._shuffle else seed.index % num_tasks]
+
+    @property
+    def scorer_name(self) -> str:
+        return self._scorer_name
+
+    def _refuse_empty_answers(self, answer: str) -> None:
+        for place, task in zip(self.places, self.tasks, strict=True):
+            if not all(one.strip() for one in answers_of(task)):
+                raise DataError(
+                    f"{place}: '{answer}' is empty, and scorer 'contains' finds an empty answer in every completion. "
+                    "Give the row an answer, or remove the row."
+                )
 
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         """Score each completion for itself."""
@@ -161,9 +188,9 @@ class Jsonl(Environment):
             assert isinstance(task, Question)
             return await self._judged(self._judge, task, sessions)
         assert self._score is not None
-        question = task if isinstance(task, Question) else Question(task.prompt, task.answer, answers=(task.answer,))
-        score = exact_number if question.has_numbers and self._score is exact else self._score
-        scores = [[await result_of(score(one.completion, answer)) for answer in question.answers] for one in sessions]
+        has_numbers = isinstance(task, Question) and task.has_numbers
+        score = exact_number if has_numbers and self._score is exact else self._score
+        scores = [[await result_of(score(one.completion, answer)) for answer in answers_of(task)] for one in sessions]
         rewards = [max(found) for found in scores]
         return [Score(reward, {self._scorer_name: reward}) for reward in rewards]
 
@@ -210,16 +237,20 @@ def _users_scorer(name: str) -> Callable[[str, str], Any]:
     return scorer
 
 
-def _read_tasks(path: Path, split: str, prompt: str, answer: str, fields: Sequence[str] | None) -> list[Task]:
-    """Return the tasks of rows with the columns `prompt` and `answer`; `fields` are the fields of a judge's prompt."""
+def _read_tasks(
+    path: Path, split: str, prompt: str, answer: str, fields: Sequence[str] | None
+) -> tuple[list[str], list[Task]]:
+    """Return the places and the tasks of rows with the columns `prompt` and `answer`, and the columns `fields` that a
+    judge's prompt names."""
     name = str(path) if path.exists() or glob.has_magic(str(path)) else str(path.absolute())  # not a name of a hub
     rows = read_rows(name, split=split, key="jsonl: path", prefix=lambda file, _: f"{file.path}:")
-    tasks = []
+    places, tasks = list[str](), list[Task]()
     for where, row in rows.take(0, len(rows)):
         if isinstance(row, DataError):
             raise row
+        places.append(where)
         tasks.append(_read_task(row, prompt, answer, fields, where=where))
-    return tasks
+    return places, tasks
 
 
 def _read_task(row: Row, prompt: str, answer: str, fields: Sequence[str] | None, *, where: str) -> Task:

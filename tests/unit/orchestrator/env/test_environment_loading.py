@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from examples.environments.generated import seed_of
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, DataError, EnvironmentFailure, HoldfastError, ProcessKilled
+from holdfast.launcher.preflight import check_in_child
 from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, Task, TaskSeed
 from holdfast.orchestrator.env.jsonl import SCORERS, Jsonl, lcs_length, regex_scorer
@@ -117,6 +118,19 @@ def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Pa
         check(f"{__name__}:NeedsWords")
     with pytest.raises(DataError, match="no.jsonl': there is no such file"):
         check("jsonl", path=str(tmp_path / "no.jsonl"))
+
+
+def test_a_start_says_which_rows_nobody_can_solve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"prompt": "q", "answer": "4"}\n{"prompt": "q", "answer": "B"}\n')
+    section = {"id": "jsonl", "args": {"path": str(path), "scorer": "number"}}
+    check_in_child(
+        "holdfast.orchestrator.check", make_config(tmp_path, environments=[section], client={}), "environments"
+    )
+    assert "WARNING: environment 'jsonl': 1 of 2 rows cannot be solved" in capsys.readouterr().err
+    path.write_text('{"prompt": "q", "answer": " "}\n')
+    with pytest.raises(DataError, match="q.jsonl:1: 'answer' is empty"):
+        load("jsonl", path=str(path), scorer="contains")
 
 
 def test_reverse_text_has_the_lengths_that_are_asked_for() -> None:

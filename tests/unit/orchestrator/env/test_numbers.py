@@ -103,7 +103,7 @@ def test_scorers_of_texts_take_look_alike_characters_and_whole_numbers() -> None
 def test_numbers_of_json_are_compared_by_value(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text("".join(f'{{"prompt": "q", "answer": {value}}}\n' for value in ("42", "1e22", "2.5e-7", '"42"')))
-    tasks = list(Jsonl(path, shuffle=False)._tasks)
+    tasks = Jsonl(path).tasks
     assert [isinstance(task, Question) and task.has_numbers for task in tasks] == [True, True, True, False]
     for completions, task in zip(
         [["42.0", "42"], ["1e22", "1" + "0" * 22], ["2.5e-7", "0.00000025"], ["42"]], tasks, strict=True
