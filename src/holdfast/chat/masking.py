@@ -23,18 +23,26 @@ from holdfast.chat.messages import (
     is_trained,
     roles_left_out,
     squeezed,
+    text_keys,
     texts_of,
     thoughts_of,
 )
 from holdfast.chat.template import ChatTemplate, TemplateRefusal
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chat.written import ANOTHER_TEMPLATE, USE_TOOLS, check_calls_written, is_tools_written, is_value_written
+from holdfast.chat.written import (
+    ANOTHER_TEMPLATE,
+    USE_TOOLS,
+    check_calls_written,
+    is_tools_written,
+    is_value_written,
+    values_of_tool,
+)
 from holdfast.errors import DataError
 
 TrainOn = Literal["all", "last"]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _READ = frozenset({"role", "content", "tool_calls", *WEIGHTS})
-_OF_CALLS, _OF_TOOLS = ("function", "name", "arguments"), ("name", "parameters", "type")
+_OF_CALLS = ("function", "name", "arguments")
 _NOTHING = ("", [], {})
 _EMPTY = "an answer that is trained is empty, so that the model learns to end at once"
 _MOST_OF_NOTHING = 32
@@ -393,9 +401,9 @@ class _Rendering:
                 found |= dict.fromkeys(f"messages have `{key}`" for key in unread)
                 for key in self._unread_of_calls(number):
                     found[f"tool calls have `{key}`"] = None
-        for message in self._chat.messages:
+        for message in self._chat.messages[: len(self._messages)]:
             if len(parts := message.get("content") or "") and not isinstance(parts, str):
-                more = [key for part in parts for key in part if key not in ("type", "text")]
+                more = [key for part in parts for key in part if part[key] is not None and key not in text_keys(part)]
                 found |= dict.fromkeys(f"text parts have `{key}`" for key in more)
         for key in self._unread_of_tools():
             found[f"tools have `{key}`"] = None
@@ -403,10 +411,16 @@ class _Rendering:
 
     def _place(self, number: int) -> tuple[Hashable, ...]:
         """Return what the effect of a key of message `number` may depend on."""
-        later = any(message["role"] == "user" for message in self._messages[number + 1 :])
-        is_last = number == len(self._messages) - 1
-        chat = self._chat
-        return self._messages[number]["role"], number == 0, is_last, later, bool(chat.tools), *sorted(chat.options)
+        chat, message, later = self._chat, self._messages[number], self._messages[number + 1 :]
+        before = self._messages[number - 1] if number else {}
+        ids = {call.get("id") for one in self._messages[:number] for call in one.get("tool_calls") or []}
+        answered = {one.get("tool_call_id") for one in later}
+        return (
+            *(message["role"], before.get("role"), not later, any(one["role"] == "user" for one in later)),
+            *(frozenset(message), type(message["content"]), bool(chat.tools), *sorted(chat.options)),
+            message.get("tool_call_id") in ids,
+            tuple(call.get("id") in answered for call in message.get("tool_calls") or []),
+        )
 
     def _is_value_written(
         self, kind: tuple[Hashable, ...], number: int, value: Any, put: Callable[[Any], dict[str, Any]]
@@ -446,20 +460,13 @@ class _Rendering:
         return found
 
     def _unread_of_tools(self) -> list[str]:
-        """Return the keys of tools, beside names and parameters, that the template does not write."""
+        """Return the keys of tools, beside their names, that the template does not write."""
         found, tools = list[str](), self._chat.tools or []
-
-        def put(at: int, key: str, other: Any) -> list[Any]:
-            tool = tools[at]
-            changed = {**function_of(tool), key: other}
-            return [*tools[:at], {**tool, "function": changed} if "function" in tool else changed, *tools[at + 1 :]]
-
         for at, tool in enumerate(tools):
-            for key, value in function_of(tool).items():
-                if key in _OF_TOOLS or value in (None, *_NOTHING):
-                    continue
-                find = partial(is_value_written, value, partial(put, at, key), self._with_tools, self.text)
-                if not self._known(("tool", key, type(value), self._messages[0]["role"]), find):
+            for kind, key, value, put in values_of_tool(tool):
+                replaced = partial(_replaced, tools, at, put)
+                find = partial(is_value_written, value, replaced, self._with_tools, self.text)
+                if not self._known(("tool", *kind, self._messages[0]["role"]), find):
                     found.append(key)
         return found
 
@@ -474,6 +481,9 @@ class _Rendering:
         ]
         roles = roles_left_out(self._messages, self.text)
         found += [f"the chat template leaves out what messages of role `{role}` say" for role in roles]
+        answers = [text for one in self._messages if one["role"] == "assistant" for text in texts_of(one)]
+        if not holds(squeezed(self.text), answers):
+            found.append("the chat template leaves out part of what answers say that are not trained")
         trained = self._trained(mask)
         if any(self._is_empty(ids) for ids in trained):
             found.append(_EMPTY)
@@ -497,6 +507,10 @@ class _Rendering:
         stops = self._tokenizer.stop_token_ids
         said = self._tokenizer.decode([one for one in ids if one not in stops], skip_special_tokens=False)
         return not squeezed(re.sub(r"</?think\w*>", "", said))
+
+
+def _replaced(tools: list[Any], at: int, put: Callable[[Any], Any], value: Any) -> list[Any]:
+    return [*tools[:at], put(value), *tools[at + 1 :]]
 
 
 def _nth(number: int) -> str:

@@ -63,9 +63,13 @@ def _checked(value: object, number: int) -> dict[str, Any]:
         )
     if isinstance(content, list):
         for part in content:
-            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                raise DataError(f"message {number}: only text can be trained, got the part {_shown(part)}")
-        message["content"] = [{"type": "text", "text": part["text"]} for part in content]
+            is_text = isinstance(part, Mapping) and part.get("type") == "text" and len(text_keys(part)) == 2
+            if not is_text or not isinstance(part[text_keys(part)[1]], str):
+                raise DataError(
+                    f"message {number}: only text can be trained, got the part {_shown(part)}. A part is "
+                    '{"type": "text", "text": "..."}.'
+                )
+        message["content"] = [{"type": "text", "text": part[text_keys(part)[1]]} for part in content]
     elif content is not None and not isinstance(content, str):
         raise DataError(f"message {number}: `content` must be text or a list of text parts, got {_shown(content)}")
     if "tool_calls" in message:
@@ -188,6 +192,18 @@ def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the function of a tool or of a tool call, which some write without the `function` around it."""
     function = call.get("function", call)
     return function if isinstance(function, Mapping) else {}
+
+
+def text_keys(part: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a part of a content that are read: `type`, and `text` or what LLaVA writes for it."""
+    return ["type", *[key for key in ("text", "value") if part.get(key) is not None][:1]]
+
+
+def bare(value: Any) -> Any:
+    """Return a value of a row without keys that are null, which count as absent, except in arguments of calls."""
+    if isinstance(value, Mapping):
+        return {key: one if key == "arguments" else bare(one) for key, one in value.items() if one is not None}
+    return [bare(one) for one in value] if isinstance(value, list) else value
 
 
 def texts_of(message: ChatMessage) -> list[str]:

@@ -6,7 +6,8 @@ letters of other values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.chat.messages import function_of, parse_object
@@ -140,6 +141,57 @@ def is_value_written(value: Any, put: Callable[[Any], Any], render: Callable[[An
         return render(put(other)) != text
     except DataError:
         return True  # the template reads it, or it would not refuse the change
+
+
+ValueOfTool = tuple[tuple[Hashable, ...], str, Any, Callable[[Any], Any]]
+_SCHEMAS = ("function", "parameters", "items", "additionalProperties", "not", "return", "response")
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf")
+"""Keys of a schema, and keys of named or listed schemas."""
+
+
+def values_of_tool(tool: Mapping[str, Any], kind: tuple[Hashable, ...] = ()) -> Iterator[ValueOfTool]:
+    """Yield all values of a tool, or of a schema in it, except empty values and the type of a thing that has no other.
+
+    Args:
+        kind: of the schema.
+
+    Yields:
+        For each value: its kind, its key, the value, and a function that returns the tool with another value there. A
+        template is expected to treat values of one kind alike. The kind has the keywords and types of the schemas
+        around the value, and not the names of properties.
+    """
+    kind = (*kind, frozenset(key for key, value in tool.items() if value), str(tool.get("type")))
+    is_typed = "properties" in tool or "properties" not in kind
+    for key, value in tool.items():
+        is_implied = key == "type" and (value == "function" or (value == "object" and is_typed))
+        if value is not None and value not in ("", [], {}) and not is_implied:
+            yield from _values_at(value, key, (*kind, key), partial(_with, tool, key), is_schema=key in _SCHEMAS)
+
+
+def _values_at(
+    value: Any, key: str, kind: tuple[Hashable, ...], put: Callable[[Any], Any], *, is_schema: bool
+) -> Iterator[ValueOfTool]:
+    if is_schema and isinstance(value, Mapping):
+        for inner_kind, inner_key, inner, inner_put in values_of_tool(value, kind):
+            yield inner_kind, inner_key, inner, partial(_put_into, put, inner_put)
+    elif key in _OF_SCHEMAS and isinstance(value, Mapping | list):
+        places = value if isinstance(value, Mapping) else range(len(value))
+        for place in places:
+            inner_put = partial(_put_into, put, partial(_with, value, place))
+            yield from _values_at(value[place], key, kind, inner_put, is_schema=True)
+    else:
+        parts = frozenset(map(type, value)) if isinstance(value, list) else ()
+        yield (*kind, type(value), value if isinstance(value, bool) else parts), key, value, put
+
+
+def _with(whole: Any, place: Any, value: Any) -> Any:
+    if isinstance(whole, Mapping):
+        return {**whole, place: value}
+    return [*whole[:place], value, *whole[place + 1 :]]
+
+
+def _put_into(put: Callable[[Any], Any], inner_put: Callable[[Any], Any], value: Any) -> Any:
+    return put(inner_put(value))
 
 
 def is_tools_written(tools: Sequence[Any], render: Callable[[Any], str], text: str) -> bool:

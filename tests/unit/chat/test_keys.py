@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.chat.masking import Chat, Encoded, encode_chat
+from holdfast.chat.messages import bare
+from holdfast.chat.written import _with
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
 from holdfast.trainer.data.formats import ANSWER_FORMATS, PAIR_FORMATS, SAMPLE_FORMATS, find_format
@@ -66,6 +68,13 @@ def test_what_is_left_out_of_calls_parts_and_rows_is_named() -> None:
     assert {f"tool calls have `{key}`, which the chat template does not read" for key in ("id", "index")} <= {*remarks}
     part = {"type": "text", "text": "Hi", "cache": "x"}
     remarks = encode_chat(Chat([{"role": "user", "content": [part]}, ANSWER, USER]), tokenizer_of("chatml")).remarks
+    assert encode_chat(
+        Chat([{"role": "user", "content": [part | {"cache": None}]}, ANSWER]), tokenizer_of("chatml")
+    ) == (
+        encode_chat(
+            Chat([{"role": "user", "content": [{"type": "text", "value": "Hi"}]}, ANSWER]), tokenizer_of("chatml")
+        )
+    )
     assert [*remarks] == [
         "text parts have `cache`, which the chat template does not read",
         "messages after the last trained answer are left out",
@@ -107,6 +116,8 @@ def test_a_system_column_beside_a_system_message() -> None:
     [
         ({"prompt": "a", "completion": "b", "label": False}, "`label` is false"),
         ({"messages": [USER, ANSWER], "label": False}, "`label` is false"),
+        ({"instruction": "1 - 1?", "output": 0}, "`output` must be text, got 0"),
+        ({"conversations": [{"from": "human", "value": None}]}, "needs `from` and `value`"),
         ({"messages": [USER, ANSWER], "loss_weight": 0.5}, "`loss_weight` is 0.5"),
         ({"messages": [USER, ANSWER | {"train_detail": [{"begin_offset": 0}]}]}, "`train_detail` trains parts"),
         ({"messages": [USER, ANSWER | {"weight": 0, "train": True}]}, "`weight` and `train` contradict each other"),
@@ -119,6 +130,88 @@ def test_a_system_column_beside_a_system_message() -> None:
 def test_rows_that_cannot_be_obeyed_are_refused(row: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         sides(row)
+
+
+WORD = st.sampled_from([f"word{number}" for number in range(99)])
+VALUE = WORD | st.integers(2, 9) | st.booleans()
+MORE = {"description": WORD, "enum": st.lists(VALUE, min_size=1), "default": VALUE, "nullable": VALUE, "title": WORD}
+SCHEMA = st.recursive(
+    st.fixed_dictionaries({"type": st.sampled_from(["string", "integer", "object"])}, optional=MORE),
+    lambda one: (
+        st.fixed_dictionaries({"type": st.just("object"), "properties": st.dictionaries(WORD, one, min_size=1)})
+        | st.fixed_dictionaries({"type": st.just("array"), "items": one})
+    ),
+    max_leaves=3,
+)
+PARAMETERS = st.fixed_dictionaries({"type": st.just("object"), "properties": st.dictionaries(WORD, SCHEMA)})
+FUNCTION = st.fixed_dictionaries(
+    {"name": WORD, "description": WORD}, optional={"parameters": PARAMETERS, "strict": VALUE}
+)
+TOOL = st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION}, optional={"cache": VALUE})
+KEYS = st.dictionaries(st.sampled_from(["name", "note", "reasoning_content"]), VALUE | st.none(), max_size=1)
+PART = st.fixed_dictionaries({"type": st.just("text"), "text": WORD}, optional={"cache": VALUE | st.none()})
+CONTENT = WORD | st.lists(PART, min_size=1, max_size=2)
+
+
+@st.composite
+def conversations(draw: Any, tools: list[Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [SYSTEM] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 2))):
+        messages.append({"role": "user", "content": draw(CONTENT)} | draw(KEYS))
+        if tools and draw(st.booleans()):
+            made = call(draw(st.dictionaries(WORD, VALUE, max_size=1)), tools[0]["function"]["name"])
+            ids = draw(st.sampled_from([{"name": made["function"]["name"]}, {"tool_call_id": made["id"]}, {}]))
+            made = made if draw(st.booleans()) else {"function": made["function"]}
+            messages.append({"role": "assistant", "content": draw(st.none() | WORD), "tool_calls": [made]})
+            messages.append({"role": "tool", "content": draw(CONTENT)} | ids)
+        flag = draw(st.sampled_from([{}, {}, {"weight": 0}]))
+        messages.append({"role": "assistant", "content": draw(CONTENT)} | draw(KEYS) | flag)
+    return messages
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Yield the path of each value within `value`, and a copy of `value` with another value there."""
+    if isinstance(value, dict | list):
+        for place, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            for found, changed in leaves(inner, (*path, place)):
+                yield found, _with(value, place, changed)
+    elif isinstance(value, bool):
+        yield path, not value
+    elif value not in (None, "", "function", "object", "user", "assistant", "system", "tool", "text"):
+        yield path, value + (1 if isinstance(value, int) else "other")
+
+
+@pytest.mark.parametrize("template", ["qwen3", "gemma4", "gptoss", "muse_glimmer", "lfm2_2_5", "idefics3", "chatml"])
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_each_value_of_a_row_is_in_a_token_obeyed_or_named(template: str, data: Any) -> None:
+    tools = data.draw(st.lists(TOOL, max_size=2)) if template not in ("idefics3", "chatml") else []
+    label = data.draw(st.sampled_from([{}, {"label": True}, {"label": 0}, {"label": "bad"}]))
+    row = {"messages": data.draw(conversations(tools)), "tools": tools, **label}
+    try:
+        (found,) = sides(row, template=template)
+    except DataError:
+        return
+    assert [found] == sides(bare(row), template=template)
+    named = " ".join(found.remarks)
+    for path, changed in leaves(row):
+        try:
+            (other,) = sides(changed, template=template)
+        except DataError:
+            continue  # the value is read, or the change would not be refused
+        is_left_out = "leaves out" in named or "after the last trained" in named
+        is_named = any(f"`{key}`" in named for key in path) or (path[0] == "messages" and is_left_out)
+        assert is_named or (other.ids, other.mask) != (found.ids, found.mask), (path, found.remarks)
+
+
+@pytest.mark.parametrize("key", ["name", "cache"])
+def test_a_null_counts_as_absent_on_one_side_of_a_pair(key: str) -> None:
+    part = {"type": "text", "text": "Hi"}
+    for first, other in ((USER, USER | {key: None}), ({"content": [part]}, {"content": [part | {key: None}]})):
+        asked, told = USER | first, USER | other
+        row = {"chosen": [asked, ANSWER], "rejected": [told, ANSWER | {"content": "Hi"}]}
+        expected = {"chosen": [asked, ANSWER], "rejected": [asked, ANSWER | {"content": "Hi"}]}
+        assert sides(row, PAIR_FORMATS) == sides(expected, PAIR_FORMATS)
 
 
 def test_functions_are_tools() -> None:

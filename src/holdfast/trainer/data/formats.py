@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.chat.masking import Chat, Encoded, TrainOn, encode_chat, encode_completion, encode_text, options_of
-from holdfast.chat.messages import called, check_tools, common_length, parse_json, squeezed
+from holdfast.chat.messages import THOUGHTS, bare, called, check_tools, common_length, parse_json, squeezed
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
@@ -69,7 +69,8 @@ class Format:
             own = options_of(row.get("chat_template_kwargs"))
             row = {**row, "chat_template_kwargs": {**config.chat_template_kwargs, **own}}
         sides = [replace(side, value=self.value(row)) for side in self.sides(row, tokenizer, config.train_on)]
-        if len(sides) == 1 and "label" not in self.needed and row.get("label") is False:
+        is_answer = len(sides) == 1 and "label" not in self.needed
+        if is_answer and row.get("label") is False:
             raise DataError(
                 "`label` is false, which says that the answer is bad. Leave out such rows, or train all rows by `dpo` "
                 "with loss.type = 'kto'."
@@ -78,7 +79,8 @@ class Format:
             raise DataError(
                 f"`loss_weight` is {row['loss_weight']!r:.80}: weights of rows are not supported. Remove it."
             )
-        if unused := [column for column in self.unused(row) if row[column] is not None and column != "label"]:
+        obeyed = {"label"} if is_answer and row.get("label") is True else set[str]()
+        if unused := [column for column in self.unused(row) if row[column] is not None and column not in obeyed]:
             said = tuple(f"the column `{column}` is not read" for column in unused)
             sides[0] = replace(sides[0], remarks=(*sides[0].remarks, *said))
         longest = max(len(side.ids) for side in sides)
@@ -155,7 +157,7 @@ def _answered(
         _refuse_for_text(row, prompt)
         return encode_completion(prompt, answer, tokenizer)
     if isinstance(prompt, list) and isinstance(answer, list):
-        if prompt and answer[: len(prompt)] == prompt:
+        if prompt and bare(answer[: len(prompt)]) == bare(prompt):
             raise DataError("the answer begins with the messages of `prompt`, which would come twice: drop that column")
         last, first = (
             ends[0].get("role") if ends and isinstance(ends[0], Mapping) else None for ends in (prompt[-1:], answer)
@@ -191,11 +193,12 @@ def _from_share_gpt(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[E
 
 
 def _share_gpt_message(turn: object, number: int) -> dict[str, Any]:
-    if isinstance(turn, Mapping) and "role" in turn:
-        return dict(turn)
-    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+    turn = {key: entry for key, entry in turn.items() if entry is not None} if isinstance(turn, Mapping) else turn
+    if isinstance(turn, dict) and "role" in turn:
+        return turn
+    if not isinstance(turn, dict) or "from" not in turn or turn.keys().isdisjoint(("value", "tool_calls", *THOUGHTS)):
         raise DataError(f"message {number}: a turn needs `from` and `value`, got {turn!r:.120}")
-    said_by, value = turn["from"], turn["value"]
+    said_by, value = turn["from"], turn.get("value")
     if not isinstance(said_by, str) or said_by not in _ROLES:
         raise DataError(f"message {number}: `from` is {said_by!r}; known are {', '.join(_ROLES)}")
     rest = {key: entry for key, entry in turn.items() if key not in ("from", "value")}
@@ -208,7 +211,7 @@ def _share_gpt_message(turn: object, number: int) -> dict[str, Any]:
 def _with_system(row: Row, messages: Any) -> Any:
     """Return the messages with the column `system` before them, unless they begin with that."""
     system = row.get("system")
-    if not system or not isinstance(messages, list):
+    if system in (None, "") or not isinstance(messages, list):
         return messages
     first = messages[0] if messages else None
     if not isinstance(first, Mapping) or first.get("role") not in ("system", "developer"):
@@ -219,7 +222,7 @@ def _with_system(row: Row, messages: Any) -> Any:
 
 
 def _from_alpaca(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[Encoded]:
-    values = {name: row.get(name) or "" for name in ("instruction", "input", "output", "system")}
+    values = {name: "" if row.get(name) is None else row[name] for name in ("instruction", "input", "output", "system")}
     for name, value in values.items():
         if not isinstance(value, str):
             raise DataError(f"`{name}` must be text, got {value!r:.80}")
@@ -317,7 +320,7 @@ def _check_implicit_prompt(prompt: object, shared: list[Any]) -> None:
 def _common_messages(chosen: list[Any], rejected: list[Any]) -> int:
     """Return how many messages two conversations share; the last of either is an answer and never shared."""
     most = min(len(chosen), len(rejected)) - 1
-    return next((place for place in range(most) if chosen[place] != rejected[place]), max(0, most))
+    return next((place for place in range(most) if bare(chosen[place]) != bare(rejected[place])), max(0, most))
 
 
 def _common_text(chosen: str, rejected: str) -> int:
