@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,16 +25,29 @@ def read_file(path: str, shown: str) -> dict[str, Any]:
             raise ConfigError(f"{shown} is not a regular file, but a pipe or a device")
         if status.st_size > _MOST_BYTES:
             raise ConfigError(f"{shown} has {status.st_size} bytes, allowed are {_MOST_BYTES}")
-        return tomli.loads(Path(path).read_bytes().decode())
+        text = Path(path).read_bytes().decode()
+        return tomli.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{shown}: there is no such file (from {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:
         # A storage that is away stays the cause: a process that reads its configuration is started again after it.
         raise ConfigError(f"{shown} cannot be read: {error}") from error
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{path} {_wrong_in(text, str(error))}") from None
     except ValueError as error:  # tomli's own, and numbers of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} cannot be used: {TOO_DEEP}") from None
+
+
+def _wrong_in(text: str, error: str) -> str:
+    """Say in words what tomli finds wrong in a text."""
+    if not re.match("Cannot (overwrite|declare|mutate)|Duplicate", error):
+        return f"is not valid TOML: {error}"
+    lines, place = text.splitlines(), re.search(r"\(at line (\d+), ", error)
+    number = int(place[1]) if place else len(lines)
+    shown = f"line {number}, {lines[number - 1].strip()!r:.80}"
+    return f"sets a key twice, or begins a table twice: the second time in {shown}. Keep one of them."
 
 
 def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

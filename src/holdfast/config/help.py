@@ -176,16 +176,10 @@ def names_elsewhere() -> dict[str, Any]:
     return tomli.loads(_ELSEWHERE.read_text(encoding="utf-8"))
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?``, a sentence with a space before it, or an empty string for an unknown setting.
-
-    Args:
-        name: as it was given, dotted, with or without dashes.
-        known: the dotted keys of the command.
-    """
-    keys = list(known)
-    given = name.removeprefix(VARIABLE_PREFIX).replace("__", ".").lstrip("-").replace("-", "_").lower()
-    parts, names = given.split("."), names_elsewhere()
+def hint_of_table(name: str, known: Iterable[str]) -> str:
+    """Return the hint for a name in another system; an empty string for other names. Arguments as of `hint`."""
+    keys, given, names = list(known), _dotted(name), names_elsewhere()
+    parts = given.split(".")
     for begin in range(len(parts)):
         entry = names.get(".".join(parts[begin:]))
         if entry is None:
@@ -194,6 +188,24 @@ def hint(name: str, known: Iterable[str]) -> str:
         found = next((one for one in entry["settings"] if one in keys and one != given), None)
         beside = f" {entry['beside']}." if "beside" in entry else ""
         return f" Did you mean '{_as_given(found, name)}'?{beside}" if found else f" Here {said}." if said else ""
+    return ""
+
+
+def _dotted(name: str) -> str:
+    return name.removeprefix(VARIABLE_PREFIX).replace("__", ".").lstrip("-").replace("-", "_").lower()
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?``, a sentence with a space before it, or an empty string for an unknown setting.
+
+    Args:
+        name: as it was given, dotted, with or without dashes.
+        known: the dotted keys of the command.
+    """
+    keys, given = list(known), _dotted(name)
+    parts = given.split(".")
+    if any(".".join(parts[begin:]) in names_elsewhere() for begin in range(len(parts))):
+        return hint_of_table(name, keys)
     by_end = sorted((one for one in keys if one.rpartition(".")[2] == parts[-1]), key=lambda one: (len(one), one))
     if by_end:
         return f" Did you mean {' or '.join(repr(_as_given(one, name)) for one in by_end[:3])}?"

@@ -28,7 +28,7 @@ from holdfast.config.base import Command
 from holdfast.config.by_type import ByType, by_type
 from holdfast.config.files import TOO_DEEP, holds, read_file
 from holdfast.config.flags import StrayWord, cut, flags_of, model_in
-from holdfast.config.help import hint
+from holdfast.config.help import hint, hint_of_table
 from holdfast.errors import ConfigError, nearest
 from holdfast.process.imports import to_type
 
@@ -107,7 +107,8 @@ def _describe(error: ValidationError, command: type[BaseModel], origin_of: Origi
             if choice is not None and (said := choice.said(str(location[-1]), origin_of, given)) is not None:
                 lines.setdefault(key, []).append(f"'{key}' {said}")
                 continue
-            said = nearest(str(location[-1]), known) or hint(key, keys) or f" Allowed here: {', '.join(known)}."
+            said = hint_of_table(key, keys) or nearest(str(location[-1]), known) or hint(key, keys)
+            said = said or f" Allowed here: {', '.join(known)}."
             text = f"unknown key '{key}'.{said}"
         else:
             value = finding["input"]

@@ -11,7 +11,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ FORMATS = {
 WHAT_IS_READ = ".jsonl, .json, .csv, .tsv, .parquet or .arrow file (JSON and CSV also as .gz or .zst)"
 _OTHER_FILES = (".txt", ".gz", ".zip", ".zst", ".xz", ".bz2", ".yaml", ".yml", ".xlsx", ".tar")
 _NO_ROWS = {"dataset_info.json", "dataset_infos.json"}
+_OF_SAVED = ("state.json", "dataset_dict.json")
+"""Files that `save_to_disk` writes beside the files of rows."""
 _NO_ROWS_SUFFIXES = {".md", ".rst", ".py", ".sh", ".lock", ".html", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg"}
 _NO_ROWS_STEMS = {"readme", "license", "licence", "notice", "citation", "changelog", "requirements"}
 _PARQUET, _GZIP, _ZSTD, _UTF_16 = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", (b"\xff\xfe", b"\xfe\xff")
@@ -101,6 +103,20 @@ def find_files(name: str, *, key: str, split: str | None = None) -> list[DataFil
     except OSError as error:
         raise ReadError.of(Path(error.filename or path), error) from error
     return found
+
+
+def left_out(name: str, found: Sequence[DataFile]) -> str:
+    """Name the files of rows in the directory `name` that are not among those found, as if a split leaves them out.
+    Return an empty string if there are none."""
+    folder, chosen = Path(name), {file.path for file in found}
+    others = sorted(one.relative_to(folder) for one in folder.rglob("*") if one not in chosen and one.is_file())
+    others = [one for one in others if one.name not in _OF_SAVED]
+    labels = [
+        one.as_posix()
+        for one in others
+        if format_of(one) and not _cannot_hold_rows(one) and not any(part.startswith((".", "__")) for part in one.parts)
+    ]
+    return _some(labels)
 
 
 def _beside(path: Path) -> str:

@@ -13,6 +13,8 @@ import pytest
 from holdfast.config import InferenceConfig, OrchestratorConfig, RlConfig, SftConfig, TrainerConfig
 from holdfast.config.advantages import GrpoAdvantage, PassAtK
 from holdfast.config.base import CkptConfig, Command
+from holdfast.config.flags import flags_of
+from holdfast.config.help import hint, names_elsewhere
 from holdfast.config.load import parse_command_line, read_toml, to_toml
 from holdfast.config.policy_losses import GrpoLoss
 from holdfast.config.resolved import fingerprint
@@ -200,12 +202,22 @@ def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
     assert config.data.pack is packs and config.max_steps == 7
 
 
+def test_a_file_tells_names_of_other_systems_as_flags_do(write: Write) -> None:
+    known = [flag.key for flag in flags_of(SftConfig).values()]
+    for name in names_elsewhere():
+        if name not in SftConfig.model_fields and "." not in name and (said := hint(name, known)):
+            assert f"unknown key '{name}'.{said}" in refused("@", write("theirs.toml", f"{name} = 1"))
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ("seed = " + "1" * 10_000, "is not valid TOML: Exceeds the limit"),
         ("x = " + "[" * 100_000 + "]" * 100_000, "nested too deeply|not valid TOML"),
         ("[" + ".".join("a" * 50_000) + "]\nb = 1", "nested too deeply|not valid TOML"),
+        ("[optim]\nlr = 1e-4\nlr = 2e-5", "sets a key twice.* in line 3, 'lr = 2e-5'. Keep one"),
+        ("[data]\n[optim]\n[data]", r"begins a table twice.* in line 3, '\[data\]'"),
+        ("data = {name = 'x', name = 'y'}", "sets a key twice.* in line 1"),
         ("seed = true", "'seed' should be a number, not true or false, got true"),
         ("[optim]\nbetas = [0.9, 1]", "'optim.betas' should be two numbers from 0 on and below 1"),
         ('[optim]\nmoments_dtype = "bfloat16"\nbetas = [0.9, 0.999]', "needs decay rates of at most 0.96, got betas"),
@@ -217,7 +229,24 @@ def test_a_switch_takes_true_or_false_behind_it(word: str, packs: bool) -> None:
         ('output_dir = "a\\u0000b"', "'output_dir' must not hold the character NUL"),
         ('[tracking]\ntags = ["a\\u0000b"]', "'tracking.tags' must not hold the character NUL"),
     ],
-    ids=["int", "array", "table", "betas", "slow", "host", "bool", "float", "inf", "nan", "NUL", "path", "list"],
+    ids=[
+        "int",
+        "array",
+        "table",
+        "twice",
+        "again",
+        "inline",
+        "betas",
+        "slow",
+        "host",
+        "bool",
+        "float",
+        "inf",
+        "nan",
+        "NUL",
+        "path",
+        "list",
+    ],
 )
 def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, content: str, said: str) -> None:
     message = refused("@", write("strange.toml", content))

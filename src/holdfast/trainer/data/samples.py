@@ -27,7 +27,7 @@ from holdfast.chat.tokenizer import load_tokenizer as load_orchestrator_tokenize
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.process.events import report
-from holdfast.run.data_files import find_files
+from holdfast.run.data_files import find_files, left_out
 from holdfast.run.rows import Rows, read_rows
 from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, has_format
 from holdfast.trainer.data.mistaken import refuse_mistaken
@@ -72,6 +72,8 @@ def read_samples(
     is_main = mesh is None or mesh.is_main
     if is_main and files is None:
         report(f"asking the hub for {config.name}")
+    if is_main and files is not None and Path(config.name).is_dir() and (others := left_out(config.name, files)):
+        report(f"WARNING: {config.name}: data.split = '{config.split}' leaves out {others}")
     make = partial(_make, config, tokenizer, formats)
     cached = _cached(config, make, mesh) if config.cache_dir != "" else None
     if cached is not None:

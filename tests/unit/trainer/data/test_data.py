@@ -258,7 +258,7 @@ def test_the_last_turn_alone_and_a_changed_file(tokenizer: Tokenizer, tmp_path: 
         assert trained_text(load(path, tokenizer, train_on="last")[0], tokenizer) == f"{answer['content']}<|end|>"
 
 
-def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import datasets
 
     rows = [{"messages": [USER, HELLO]}, {"messages": [USER, HELLO, USER, HELLO]}]
@@ -274,6 +274,12 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path) -> 
     expected = fingerprint_samples(load(plain, tokenizer))
     for name in ("a.jsonl.gz", "a.json", "a.parquet", "lines", "columns", "one", "several"):
         assert fingerprint_samples(load(tmp_path / name, tokenizer)) == expected, name
+    write(tmp_path / "lines" / "test.jsonl", rows)
+    assert re.findall("(?<=/)([a-z]+): data.split = 'train' leaves out (.*)", caplog.text) == [
+        ("several", "test/data-00000-of-00001.arrow")
+    ]
+    assert fingerprint_samples(load(tmp_path / "lines", tokenizer)) == expected
+    assert "lines: data.split = 'train' leaves out test.jsonl" in caplog.text
     assert "['test', 'train']" in refused(tmp_path / "several", tokenizer, split="trian")
 
 
