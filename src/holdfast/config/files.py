@@ -18,6 +18,7 @@ _MOST_BYTES = 16 << 20
 
 def read_file(path: str, shown: str) -> dict[str, Any]:
     """Return the content of a TOML file. Raise ConfigError if it cannot be read."""
+    text = ""
     try:
         status = Path(path).stat()
         # A pipe without a writer would be waited for, and a device may have no end.
