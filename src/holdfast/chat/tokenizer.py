@@ -97,6 +97,11 @@ class Tokenizer:
         return sorted(ends)
 
     @cached_property
+    def added_tokens(self) -> frozenset[str]:
+        """The tokens that a text is searched for before anything else, such as special tokens."""
+        return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values())
+
+    @cached_property
     def border_tokens(self) -> dict[int, str]:
         """The special tokens that split a text before anything else, without changing the text around them."""
         return {
@@ -403,7 +408,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         ConfigError: the directory or model does not exist, or has no `tokenizer.json`.
         DataError: one of its files is damaged.
     """
-    files = _files_of(name, _FILES)
+    files = tokenizer_files(name)
     if "tokenizer.json" not in files:
         raise ConfigError(
             f"model.tokenizer: '{name}' has no tokenizer.json. Write one with "
@@ -455,6 +460,11 @@ def complete_end_tokens(directory: Path) -> None:
     if added:
         settings = _read_json(path) | {"eos_token_id": [*known, *added]}
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def tokenizer_files(name: str) -> Mapping[str, Path]:
+    """Return the files of a tokenizer by their name, in a directory or on the hub. Raise as `load_tokenizer`."""
+    return _files_of(name, _FILES)
 
 
 def _files_of(name: str, wanted: Sequence[str]) -> dict[str, Path]:

@@ -75,6 +75,8 @@ def check_training(config: TrainingCommand) -> None:
         _check_weights(config.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
         return
+    if config.dry_run and Path(config.model.tokenizer_name).is_dir():  # else the trainer does it
+        check_in_child("holdfast.trainer.survey", config, config.program, os.devnull)
     for key, name in (
         ("kl.reference", config.kl and config.kl.reference),
         ("critic.name", config.critic and config.critic.name),
@@ -140,7 +142,7 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
         require_vllm()
     model = config.orchestrator.model
     check_tokenizer_path(model.tokenizer_name, key="model.tokenizer" if model.tokenizer else "model.name")
-    check_training(config.trainer)
+    check_training(config.trainer.model_copy(update={"dry_run": config.dry_run}))
     check_orchestrator(config.orchestrator)
     seq_len, max_len = config.orchestrator.seq_len, config.inference.model.max_len
     if starts_inference and seq_len > max_len:

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import program_config
 from holdfast.config.preference import DpoConfig, DpoLoss, RewardTrainingConfig
+from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import printable
 from holdfast.process.child import die_with_launcher, run_reporting_errors
@@ -32,7 +33,7 @@ from holdfast.process.events import report
 from holdfast.run.inputs import Survey, epochs_of, in_short, steps_per_epoch, too_few_for_a_step
 from holdfast.trainer.data.formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.data.rows import Sample
-from holdfast.trainer.data.samples import load_samples, load_tokenizer
+from holdfast.trainer.data.samples import check_same_tokens, load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import ChosenSamples
 from holdfast.trainer.preference.pairs import Pair, Preference, load_answers, load_pairs, split_preferences
 
@@ -117,8 +118,12 @@ def take_survey(config: SupervisedCommand) -> Survey:
 
 
 def main(program: str, path: str) -> None:
-    """Write the survey of the configuration on stdin to a file."""
+    """Write the survey of the configuration on stdin to a file. Of `trainer` only the tokenizer is checked."""
     config = program_config(program).model_validate_json(sys.stdin.buffer.read())
+    if isinstance(config, TrainerConfig):
+        name = config.model.tokenizer_name
+        check_same_tokens(load_tokenizer(name), name)
+        return
     assert isinstance(config, SupervisedCommand)
     Path(path).write_bytes(msgspec.json.encode(take_survey(config)))
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import tokenizers
@@ -33,6 +33,7 @@ from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, h
 from holdfast.trainer.data.mistaken import refuse_mistaken
 from holdfast.trainer.data.remarks import lines_of, tell, tell_samples
 from holdfast.trainer.data.rows import BadRows, Sample
+from holdfast.trainer.data.same_tokens import differences, differences_at_borders, texts_of_rows, way_out
 from holdfast.trainer.data.tokenizing import (
     FEW_ROWS,
     CachedSamples,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from holdfast.trainer.mesh import Mesh
 
 _TELL_S = 10.0
+_CHECKED_ROWS = 3
 _Work = Generator[None, None, str | None]
 
 
@@ -77,6 +79,7 @@ def read_samples(
     make = partial(_make, config, tokenizer, formats)
     cached = _cached(config, make, mesh) if config.cache_dir != "" else None
     if cached is not None:
+        _check_text(tokenizer, (), is_told=is_main)
         form = formats[cached.about.format]
         if is_main:
             report("tokenised", rows=f"{cached.about.rows:,}", format=form.name, cache=str(cached.directory))
@@ -84,6 +87,7 @@ def read_samples(
         tell([*about.bad.settle(config, about.rows), *lines_of(about.remarks)], config, is_told=is_main)
         return cached.samples, form
     rows, place = open_dataset(config, formats, is_reported=is_main)
+    _check_text(tokenizer, _first_rows(rows), is_told=is_main)
     if mesh is not None and len(counts := set(mesh.gather(len(rows)))) > 1:
         raise DataError(f"data.name = '{config.name}' has other numbers of rows on other machines: {sorted(counts)}")
     encode = partial(formats[place].encode, tokenizer=tokenizer, config=config)
@@ -112,6 +116,10 @@ def open_dataset(config: SftDataConfig, formats: tuple[Format, ...], *, is_repor
     return rows, formats.index(form)
 
 
+def _first_rows(rows: Rows) -> list[object]:
+    return [row for _, row in rows.take(0, min(_CHECKED_ROWS, len(rows))) if not isinstance(row, DataError)]
+
+
 def _make(config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ...]) -> _Work:
     """Put missing samples into the cache; return their name in the cache, or None. Yields now and then."""
     yield
@@ -126,6 +134,7 @@ def _make(config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ..
     rows, place = open_dataset(config, formats, is_reported=False)
     if len(rows) <= FEW_ROWS:
         return None
+    _check_text(tokenizer, _first_rows(rows), is_told=False)
     report("tokenising", rows=f"{len(rows):,}", format=formats[place].name, cache=str(directory / key))
     try:
         chunks = ordered_chunks(rows, partial(formats[place].encode, tokenizer=tokenizer, config=config), config)
@@ -239,12 +248,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a local directory or hub model."""
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # unset, it would ask at a terminal
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(" .:") + "."
+    except Exception as error:  # noqa: BLE001 (transformers raises errors of any class)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" .:") + "."
         where = "" if Path(name).exists() else f" There is no directory of that name (from {Path.cwd()}), and:"
         raise DataError(
             f"model.tokenizer = '{name}': no tokenizer could be loaded.{where} {reason} Name a directory with a "
-            "tokenizer, or a model of a hub that can be reached."
+            "tokenizer whose tokenizer_config.json names the right class, or a model of a hub that can be reached."
         ) from None
 
 
@@ -295,38 +304,55 @@ def refuse_other_tokens(name: str, tokenizer_name: str, *, key: str) -> None:
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Check that the orchestrator, which reads tokenizer.json itself, has the tokens that transformers makes.
 
-    Transformers builds some tokenizers again by the class that tokenizer_config.json names (such as LlamaTokenizer),
-    whatever tokenizer.json says of normalizing and splitting text, or takes special tokens from that class.
+    Raises:
+        ConfigError: they differ, also if only special tokens do, so `rl` and `sft` would see different prompts.
+    """
+    original = load_orchestrator_tokenizer(name)
+
+    def differing(loaded: Tokenizer) -> list[str]:
+        found = [*differences(loaded, original), *differences_at_borders(loaded, original, loaded.added_tokens)]
+        if loaded.eos_token_id != original.eos_token_id:
+            found.append("it has another token that ends a text")
+        if loaded.has_template and _probe_chat(loaded) != _probe_chat(original):
+            found.append("it makes other tokens of a chat")
+        return found
+
+    if found := differing(chat_tokenizer(tokenizer)):
+        _refuse_tokens(name, found, differing)
+
+
+def _check_text(tokenizer: Tokenizer, rows: Iterable[object], *, is_told: bool) -> None:
+    """Check that transformers makes the tokens of tokenizer.json, of texts of many kinds and of the first rows.
+
+    Other tokens around special tokens are only reported: transformers makes some for models of Llama 2's kind.
 
     Raises:
-        ConfigError: the special tokens differ, so `rl` and `sft` would see different prompts.
+        ConfigError: the tokens differ.
     """
-    theirs, ours = chat_tokenizer(tokenizer), load_orchestrator_tokenizer(name)
-    added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]  # typed as anything
-    special = sorted(token for token in added if token.strip())[:40]
-    found = [
-        *(f"the text {text!r}" for text in _PROBES if theirs.text_prompt(text) != ours.text_prompt(text)),
-        *(f"{text!r}" for token in special for text in [f"A{token} b"] if theirs.encode(text) != ours.encode(text)),
-    ]
-    if theirs.eos_token_id != ours.eos_token_id:
-        found.append("the token that ends a text")
-    if theirs.has_template and _probe_chat(theirs) != _probe_chat(ours):
-        found.append("a chat")
-    if found:
-        raise ConfigError(
-            f"model.tokenizer: transformers makes other tokens of {found[0]} than the tokenizer.json of '{name}' says "
-            f"({type(tokenizer).__name__} builds the tokenizer in its own way), so prompts of rl would not be those of "
-            f"sft. Write down what transformers makes, by AutoTokenizer.from_pretrained('{name}')"
-            ".save_pretrained(directory), and set model.tokenizer to that directory."
+    try:
+        original = load_orchestrator_tokenizer(tokenizer.name)
+    except ConfigError:  # there is no tokenizer.json, such as for a model of SentencePiece: nothing to compare with
+        return
+    texts = texts_of_rows(rows)
+
+    def differing(loaded: Tokenizer) -> list[str]:
+        return list(differences(loaded, original, texts))
+
+    if found := differing(tokenizer):
+        _refuse_tokens(tokenizer.name, found, differing)
+    known = tokenizer.added_tokens & original.added_tokens
+    if is_told and (found := list(differences_at_borders(tokenizer, original, known))):
+        report(
+            f"WARNING: model.tokenizer: transformers loads '{tokenizer.name}' differently from its tokenizer.json: "
+            f"{found[0]}. This run trains on the tokens of transformers; rl refuses such a tokenizer."
         )
 
 
-_PROBES = (
-    "The dog's 12345 apples",
-    "  two  blanks\n\n\tand lines ",
-    "naïve cafe\u0301 東京 😀 ﬁ",
-    "DON'T I'll WE'RE x=1.5;",
-)
+def _refuse_tokens(name: str, found: list[str], differing: Callable[[Tokenizer], list[str]]) -> NoReturn:
+    todo = way_out(name, lambda directory: chat_tokenizer(load_tokenizer(directory)), differing)
+    raise ConfigError(
+        f"model.tokenizer: transformers loads '{name}' differently from its tokenizer.json: {found[0]}. {todo}"
+    )
 
 
 def _probe_chat(tokenizer: Tokenizer) -> list[int] | str:

@@ -9,16 +9,18 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 from transformers.utils import get_json_schema
 
 from holdfast.chat.masking import Chat, encode_chat, encode_completion, encode_text
 from holdfast.chat.template import _tell_the_date
 from holdfast.chat.tokenizer import Tokenizer
+from holdfast.config.training import SftDataConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.env.interface import Session
 from holdfast.orchestrator.env.tools import Tool
 from holdfast.process.child import DATE_ENV, keep_date
-from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_tokenizer
+from holdfast.trainer.data.samples import chat_tokenizer, check_same_tokens, load_samples, load_tokenizer
 from tests.models.chat_templates import KINDS, ODD, SPECIAL, TEMPLATES, make_chat_tokenizer, make_tokenizer
 from tests.models.tool_templates import tool_templates
 from tests.unit.orchestrator.env.test_environment_tools import WITH_TOOLS, add, block
@@ -325,25 +327,69 @@ def test_a_tokenizer_without_a_template_or_a_fast_backend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("as_class", "kind"),
-    [("LlamaTokenizer", "sentencepiece"), ("GemmaTokenizer", "sentencepiece"), ("Qwen2Tokenizer", "byte-level")],
+    ("as_class", "kind", "said"),
+    [
+        ("LlamaTokenizerFast", "byte-level", r"a text reads 'Thedog's12345apples' instead of 'The dog's 12345 apples'"),
+        ("GemmaTokenizer", "sentencepiece", "it makes other tokens of 'The dog's 12345 apples'"),
+        ("Qwen2Tokenizer", "byte-level", "it makes other tokens of"),
+        ("GPT2Tokenizer", "llama 3", "it makes other tokens of 'def f"),
+        ("LlamaTokenizer", "sentencepiece", None),
+        ("LlamaTokenizer", "metaspace-first", ""),
+        ("BertTokenizer", "byte-level", "a text reads"),
+    ],
 )
-def test_tokenizers_that_transformers_builds_otherwise_are_refused(as_class: str, kind: str, tmp_path: Path) -> None:
+def test_tokenizers_that_transformers_builds_otherwise_are_refused(
+    as_class: str, kind: str, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None: only around special tokens, which `rl` refuses and the other programs report."""
+    model, data = str(tmp_path), tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "Say it", "completion": "  Hello! I am 12.\n\ta <s> cat 😀"}))
+    config = SftDataConfig(name=str(data), batch_size=1)
+    path = tmp_path / "tokenizer_config.json"
     make_tokenizer(kind, TEMPLATES["chatml"], adds_bos=False).save_pretrained(tmp_path)
-    check_same_tokens(load_tokenizer(str(tmp_path)), str(tmp_path))
-    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**described, "tokenizer_class": as_class}))
-    theirs = load_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match="transformers makes other tokens of .*save_pretrained"):
-        check_same_tokens(theirs, str(tmp_path))
-    theirs.save_pretrained(tmp_path / "written")  # the remedy
-    check_same_tokens(load_tokenizer(str(tmp_path / "written")), str(tmp_path / "written"))
+
+    def check(as_class: str) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": as_class}))
+        load_samples(config, load_tokenizer(model), seed=0)
+
+    check(as_class="TokenizersBackend")
+    check_same_tokens(load_tokenizer(model), model)
+    if said:
+        with pytest.raises(ConfigError, match=f"{said}.*names the class {as_class}.*this was tried"):
+            check(as_class)
+        assert "WARNING" not in caplog.text
+    else:
+        check(as_class)
+        assert (f"loads '{model}' differently" in caplog.text) == (said is None)
+    if said != "":
+        with pytest.raises(ConfigError, match=r'write "tokenizer_class": "PreTrainedTokenizerFast"'):
+            check_same_tokens(load_tokenizer(model), model)
+    check(as_class="PreTrainedTokenizerFast")  # the remedy
+    check_same_tokens(load_tokenizer(model), model)
+
+
+def test_first_rows_are_compared_as_well(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("byte-level", "", adds_bos=False)
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer.name_or_path = str(tmp_path)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("zebra", "horse")
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "completion": "A zebra."}) + "\n")
+    with pytest.raises(ConfigError, match=r"reads 'A horse.' instead of 'A zebra.'"):
+        load_samples(SftDataConfig(name=str(data), batch_size=1), tokenizer, seed=0)
+
+
+def test_a_class_that_cannot_load_the_file_is_an_error_in_words(tmp_path: Path) -> None:
+    make_tokenizer("byte-level", "", adds_bos=False).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
+    with pytest.raises(DataError, match="no tokenizer could be loaded.*names the right class"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_ends_texts_or_chats_in_another_way_is_refused_by_rl(tmp_path: Path) -> None:
     make_tokenizer("byte-level", TEMPLATES["chatml"], adds_bos=False).save_pretrained(tmp_path)
     for name, value, said in (
-        ("eos_token", "<|end|>", "other tokens of the token that ends a text"),
+        ("eos_token", "<|end|>", "another token that ends a text"),
         ("chat_template", "{{ raise_exception('No.') }}", "other tokens of a chat"),
     ):
         theirs = load_tokenizer(str(tmp_path))
