@@ -37,7 +37,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def to_type(command: str) -> str:
-    """Return `command` as the user types it, after `uv run` in a checkout."""
+    """Return `command` as the user types it: after `uv run` in a checkout."""
     return f"uv run {command}" if is_checkout() else command
 
 

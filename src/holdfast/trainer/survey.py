@@ -35,6 +35,7 @@ from holdfast.trainer.data.formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.data.rows import Sample
 from holdfast.trainer.data.samples import check_same_tokens, load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import ChosenSamples
+from holdfast.trainer.positions import check_lengths
 from holdfast.trainer.preference.pairs import Pair, Preference, load_answers, load_pairs, split_preferences
 
 if TYPE_CHECKING:
@@ -114,11 +115,12 @@ def take_survey(config: SupervisedCommand) -> Survey:
         training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
     else:
         training, held_out = load_samples(config.data, tokenizer, seed=config.seed)
+    check_lengths(config, training, held_out)
     return msgspec.structs.replace(survey_of(training, len(held_out), tokenizer), notes=notes)
 
 
 def main(program: str, path: str) -> None:
-    """Write the survey of the configuration on stdin to a file. Of `trainer` only the tokenizer is checked."""
+    """Write the survey of the configuration on stdin to a file. For `trainer`, check only the tokenizer."""
     config = program_config(program).model_validate_json(sys.stdin.buffer.read())
     if isinstance(config, TrainerConfig):
         name = config.model.tokenizer_name

@@ -342,9 +342,14 @@ class ChosenSamples(_Samples):
         return len(self._places)
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each."""
+        return np.minimum(sizes_of(self._samples)[0][self._places], self._most)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all of them."""
-        return int(np.minimum(sizes_of(self._samples)[0][self._places], self._most).sum(dtype=np.int64))
+        return int(self.lengths.sum(dtype=np.int64))
 
     def _at(self, place: int) -> Sample:
         sample = self._samples[int(self._places[place])]

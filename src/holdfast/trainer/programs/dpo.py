@@ -19,6 +19,7 @@ from holdfast.process.events import report
 from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.positions import check_lengths
 from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
 from holdfast.trainer.preference.objective import PairObjective
@@ -35,6 +36,7 @@ def run(config: DpoConfig) -> None:
         report("reading data")
         preferences = list(load_preferences(config, tokenizer, mesh=mesh))
         training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
+        check_lengths(config, training, held_out, is_told=mesh.is_main)
         tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
         work = None
         if config.has_reference:

@@ -22,6 +22,7 @@ from holdfast.trainer.data.packing import Sample, to_device
 from holdfast.trainer.data.samples import chat_tokenizer
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.value_model import ScalarModel, build_scalar_model, score_samples
+from holdfast.trainer.positions import check_lengths
 from holdfast.trainer.preference.losses import reward_loss
 from holdfast.trainer.preference.objective import PairObjective
 from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, split_preferences
@@ -38,6 +39,7 @@ def run(config: RewardTrainingConfig) -> None:
         with_stops = chat_tokenizer(tokenizer, end_token_ids=end_token_ids(config.model.tokenizer_name))
         pairs = [end_at_stop_token(pair, with_stops) for pair in loaded if isinstance(pair, Pair)]
         training, held_out = split_preferences(pairs, config.data.validation_fraction, seed=config.seed)
+        check_lengths(config, training, held_out, is_told=mesh.is_main)
         tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
         build = _with_padding(tokenizer, pairs)
         with start_session(

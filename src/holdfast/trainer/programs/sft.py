@@ -24,6 +24,7 @@ from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.policy import Policy, build_policy, plan_samples, predict, supervised_step
 from holdfast.trainer.model.value_model import ScalarModel
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
+from holdfast.trainer.positions import check_lengths
 from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics
 from holdfast.trainer.survey import survey_of, tell_data
 
@@ -56,6 +57,7 @@ def run(config: SftConfig) -> None:
     with start_program(config) as (mesh, tokenizer):
         report("reading data")
         samples, held_out = load_samples(config.data, tokenizer, seed=config.seed, mesh=mesh)
+        check_lengths(config, samples, held_out, is_told=mesh.is_main)
         tell_data(config, survey_of(samples, len(held_out), tokenizer), is_main=mesh.is_main)
         with start_session(
             config,

@@ -472,3 +472,31 @@ def test_a_worker_that_dies_is_named(tokenizer: Tokenizer, tmp_path: Path, monke
         monkeypatch.setattr(tokenizing, "_encode_chunk", lambda *_, number=number: ends(number))
         with pytest.raises(ProcessDied, match=f"a.jsonl: a process that tokenises rows {how}"):
             load(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("config", "row"),
+    [
+        (SftConfig, {"prompt": "a", "completion": "b" * 30}),
+        (DpoConfig, {"prompt": "a", "chosen": "b" * 30, "rejected": "a"}),
+        (RewardTrainingConfig, {"prompt": "a", "chosen": "b", "rejected": "a" * 30}),
+    ],
+)
+def test_samples_longer_than_the_positions_are_told_or_refused(
+    config: type[SupervisedCommand], row: dict[str, Any], tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    short = {key: value[:1] for key, value in row.items()}
+    path = write(tmp_path / "rows.jsonl", [short, row, row, short | {"prompt": "b"}])
+    data = {"name": str(path), "batch_size": 1, "cache_dir": ""}
+
+    def notes(kind: str, **more: Any) -> list[str]:
+        model = {"name": str(tiny_model(kind, max_position_embeddings=16)), "tokenizer": MODEL}
+        return take_survey(config.model_validate({"model": model, "data": data | more})).notes
+
+    (note,) = notes("qwen3")
+    assert re.search(r"samples have more tokens than .* up to 3\d of 16 .*\(2 rows, the first: .*2\)", note)
+    with pytest.raises(DataError, match=r"data\.strict refuses"):
+        notes("qwen3", strict=True)
+    with pytest.raises(DataError, match=r"2 samples have more tokens .* the first in row 2 .* --data\.seq-len 16"):
+        notes("gpt2")
+    assert not any("positions" in note for note in notes("gpt2", seq_len=16, too_long="truncate"))

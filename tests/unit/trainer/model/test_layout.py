@@ -29,6 +29,7 @@ from holdfast.trainer.model.packing_check import PACKED, Layout, find_layout
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.structure import decoder_layers, decoder_of, has_plain_head, longest_sample, pair_cost
 from holdfast.trainer.model.value_model import build_scalar_model
+from holdfast.trainer.positions import positions_of
 from tests.conftest import ModelFactory as Models
 from tests.models.families import FAMILIES, write_model
 from tests.unit.trainer.programs.cases import MIXTURE
@@ -118,12 +119,33 @@ def test_models_without_a_decoder_layers_head_or_last_position(hf_model: PreTrai
     del decoder.layers
     with pytest.raises(DataError, match="LlamaForCausalLM has no list of decoder layers and cannot be sharded"):
         decoder_layers(hf_model)
-    opt, mamba = (
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model(kind, **fields)))
-        for kind, fields in (("opt", {"max_position_embeddings": 16}), ("mamba", {}))
-    )
+    mamba = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model("mamba")))
     del mamba.config.max_position_embeddings
-    assert (longest_sample(opt), longest_sample(mamba)) == (16, None)
+    assert longest_sample(mamba) is None
+
+
+_ROPE = {"rope_theta": 1e4, "factor": 2.0}
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        *((kind, {}, (16, True)) for kind in ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gptj", "opt")),
+        *((kind, {}, (16, False)) for kind in ("llama", "qwen3", "gpt_neox")),
+        ("llama", {"rope_parameters": _ROPE | {"rope_type": "dynamic"}}, (16, True)),
+        ("llama", {"rope_parameters": _ROPE | {"rope_type": "linear"}}, (16, False)),
+        ("llama", {"rope_parameters": _ROPE | _YARN}, (32, False)),
+    ],
+)  # fmt: skip
+def test_config_json_tells_how_long_samples_may_be_as_the_model_does(
+    kind: str, fields: dict[str, Any], expected: tuple[int, bool], tiny_model: Models
+) -> None:
+    model = tiny_model(kind, max_position_embeddings=16, **fields)
+    found = positions_of(str(model))
+    assert found == expected
+    limit = longest_sample(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
+    assert limit == (16 if expected[1] else None)
 
 
 def test_a_buffer_nobody_can_compute_is_named(tiny_model: Models, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

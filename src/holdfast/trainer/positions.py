@@ -1,0 +1,103 @@
+"""Compares the lengths of samples with the positions of the model, before the model is loaded.
+
+`trainer.model.structure.longest_sample` finds the same limits in the model; this module reads config.json only, without
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import AutoConfig
+
+from holdfast.config.training import SupervisedCommand
+from holdfast.errors import DataError
+from holdfast.trainer.data.remarks import tell_samples
+from holdfast.trainer.data.rows import Sample
+from holdfast.trainer.data.tokenizing import ChosenSamples
+from holdfast.trainer.preference.pairs import Preference
+
+_TABLES = {"biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt", "xglm"}
+"""Model types that look up each position in a table of `max_position_embeddings` rows."""
+
+
+class Positions(NamedTuple):
+    """How long samples may be.
+
+    Attributes:
+        limit: the most tokens.
+        is_hard: whether the model cannot compute longer samples, or computes them depending on their neighbours.
+    """
+
+    limit: int
+    is_hard: bool
+
+
+def positions_of(name: str) -> Positions | None:
+    """Return the positions of a model, a local directory or of a hub; None: its config.json names none."""
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    hard = [limit] if config.model_type in _TABLES else []
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        kind, original = str(rope.get("rope_type")), rope.get("original_max_position_embeddings")
+        if kind == "longrope" and original:
+            hard.append(original)
+        elif "dynamic" in kind:
+            hard.append(original or limit)
+        elif kind in ("linear", "yarn"):
+            limit = max(limit, int((original or 0) * rope.get("factor", 1)))
+    return Positions(min(hard), True) if hard else Positions(limit, False)
+
+
+def _ropes(found: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of rotary embeddings; some models have other ones for each kind of layer."""
+    if isinstance(found, dict):
+        yield found
+        for inner in found.values():
+            yield from _ropes(inner)
+
+
+def check_lengths(
+    config: SupervisedCommand, *parts: Sequence[Sample] | Sequence[Preference], is_told: bool = True
+) -> None:
+    """Refuse samples that the model cannot compute; warn about samples longer than the model was made for.
+
+    Args:
+        parts: what is trained, and what is held out.
+        is_told: whether warnings are reported.
+
+    Raises:
+        DataError: a sample is longer than the model can compute, or `data.strict` refuses the warning.
+    """
+    positions = positions_of(config.model.name)
+    if positions is None:
+        return
+    is_long = [lengths > positions.limit for lengths in map(_lengths, parts)]
+    count = int(sum(part.sum() for part in is_long))
+    if not count:
+        return
+    rows = (_sides(part[int(long.argmax())])[0].row for part, long in zip(parts, is_long, strict=True) if long.any())
+    longest, first = max(int(_lengths(part).max(initial=0)) for part in parts), min(rows)
+    told = f"samples have more tokens than the model has positions, up to {longest:,} of {positions.limit:,}"
+    if positions.is_hard:
+        raise DataError(
+            f"{config.data.name}: {count:,} {told}, the first in row {first + 1:,} (max_position_embeddings, or "
+            f"original_max_position_embeddings of its rotary embeddings, in config.json of '{config.model.name}'). "
+            f"Set --data.seq-len {positions.limit} and --data.too-long drop or truncate, or shorten the rows."
+        )
+    text = f"{told} (max_position_embeddings): the model was not made for them; data.seq_len bounds the length"
+    tell_samples([(text, count, first)], config.data, is_told=is_told)
+
+
+def _lengths(part: Sequence[Sample] | Sequence[Preference]) -> np.ndarray:
+    if isinstance(part, ChosenSamples):
+        return part.lengths
+    return np.array([max(len(side.token_ids) for side in _sides(one)) for one in part], dtype=np.int64)
+
+
+def _sides(one: Sample | Preference) -> tuple[Sample, ...]:
+    return (one,) if isinstance(one, Sample) else one.sides
