@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from holdfast.chat.messages import function_of, parse_object, texts_of
+from holdfast.chat.messages import check_parts, function_of, parse_object, texts_of
 from holdfast.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Forms:
 
     Attributes:
         parts: a content of text parts; else only text.
+        text: a content of text; else only text parts, as some templates of models that also see images.
         objects, texts: arguments of tool calls as JSON objects, as JSON text.
         roles: roles that the template does not know, with the role to give it instead.
         contents: for messages with tool calls and for messages with thoughts: what to write for a null content, and for
@@ -34,6 +35,7 @@ class Forms:
     """
 
     parts: bool
+    text: bool
     objects: bool
     texts: bool
     roles: Mapping[str, str]
@@ -49,12 +51,15 @@ class Forms:
         if message["role"] in self.roles:
             message = {**message, "role": self.roles[message["role"]]}
         if isinstance(content, list):
+            check_parts(content, f"a message of the role `{message['role']}`")
             if not self.parts:
                 message = {**message, "content": "".join(texts_of(message))}
         elif not content and message["role"] == "assistant":
             calls = message.get("tool_calls")
             if calls or content is None:
                 message = {**message, "content": self.contents[bool(calls)][content]}
+        if isinstance(message.get("content"), str) and not self.text:
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
         if message.get("tool_calls") and (self.objects or self.texts):
             message = {**message, "tool_calls": [self._adapted_call(call) for call in message["tool_calls"]]}
         return message
@@ -91,7 +96,11 @@ def forms_of(template: ChatTemplate) -> Forms:
         texts = (call(arguments, content) for arguments, _ in forms for content in ("", None))
         return next((text for text in texts if _WORD in text), "")
 
-    parts = rendered(_USER, {"role": "assistant", "content": [{"type": "text", "text": _WORD}]})
+    part = [{"type": "text", "text": _WORD}]
+    user, answer = ({"role": role, "content": part} for role in ("user", "assistant"))
+    parts = rendered(_USER, answer) or rendered(user, answer)
+    reads_parts = _WORD in parts and "'text'" not in parts and '"text"' not in parts
+    plain = rendered({**user, "content": _WORD}, {**answer, "content": _WORD})
     as_object, as_text = {_WORD: "x"}, json.dumps({_WORD: "x"})
     objects, texts = first_written((as_object, "")), first_written((as_text, ""))
     reads_objects = _WORD in objects and f"{{'{_WORD}'" not in objects
@@ -102,7 +111,8 @@ def forms_of(template: ChatTemplate) -> Forms:
         return rendered(_USER, {"role": "assistant", "content": content, "reasoning_content": _WORD})
 
     return Forms(
-        parts=_WORD in parts and "'text'" not in parts and '"text"' not in parts,
+        parts=reads_parts,
+        text=not reads_parts or _WORD in plain,
         objects=reads_objects,
         texts=reads_texts,
         roles={role: same for role, same in _SAME_ROLES.items() if _is_unknown(role, same, rendered)},

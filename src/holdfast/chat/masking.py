@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, Literal
 
 from holdfast.chat.messages import (
@@ -85,7 +86,8 @@ def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
     """Return plain text, all of it trained: BOS where the tokenizer begins a text so, the text, EOS. Neither is added
     twice."""
     ids = _ended(tokenizer.text_prompt(text), tokenizer)
-    return Encoded(ids, [True] * len(ids), () if text.strip() else (_EMPTY,))
+    remarks = () if text.strip() else (_EMPTY,)
+    return Encoded(ids, [True] * len(ids), (*remarks, *_twice_ended(tokenizer, ids)))
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
@@ -106,12 +108,28 @@ def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Enc
         whole_ids = apart_ids
     ids = _ended(whole_ids, tokenizer)
     mask = [False] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids))
-    return Encoded(ids, mask, () if completion.strip() else (_EMPTY,))
+    remarks = () if completion.strip() else (_EMPTY,)
+    return Encoded(ids, mask, (*remarks, *_twice_ended(tokenizer, ids[len(prompt_ids) :])))
 
 
 def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _twice_ended(tokenizer: Tokenizer, *trained: Sequence[int]) -> Iterator[str]:
+    """Yield a warning if trained tokens have two tokens that end a turn with only white space between them."""
+    stops = tokenizer.stop_token_ids
+    for ids in trained:
+        places = [place for place, token in enumerate(ids) if token in stops]
+        for first, second in pairwise(places):
+            if not tokenizer.decode(ids[first + 1 : second], skip_special_tokens=False).strip():
+                texts = [tokenizer.decode([ids[place]], skip_special_tokens=False) for place in (first, second)]
+                yield (
+                    f"a trained turn ends twice, with {texts[0]} and {texts[1]}: remove the end token that is written "
+                    "in the data, or that the chat template adds"
+                )
+                return
 
 
 def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") -> Encoded:
@@ -487,6 +505,7 @@ class _Rendering:
         trained = self._trained(mask)
         if any(self._is_empty(ids) for ids in trained):
             found.append(_EMPTY)
+        found += _twice_ended(self._tokenizer, *trained)
         stops = {*self._tokenizer.stop_token_ids}
         if any(stops.isdisjoint(ids) for ids in trained):
             found.append("a trained turn has no token that ends a turn, so that the model does not learn to stop there")

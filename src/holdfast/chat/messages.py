@@ -62,19 +62,24 @@ def _checked(value: object, number: int) -> dict[str, Any]:
             f"message {number}: a message needs `role` and `content` (null only beside tool_calls), got {_shown(value)}"
         )
     if isinstance(content, list):
-        for part in content:
-            is_text = isinstance(part, Mapping) and part.get("type") == "text" and len(text_keys(part)) == 2
-            if not is_text or not isinstance(part[text_keys(part)[1]], str):
-                raise DataError(
-                    f"message {number}: only text can be trained, got the part {_shown(part)}. A part is "
-                    '{"type": "text", "text": "..."}.'
-                )
+        check_parts(content, f"message {number}")
         message["content"] = [{"type": "text", "text": part[text_keys(part)[1]]} for part in content]
     elif content is not None and not isinstance(content, str):
         raise DataError(f"message {number}: `content` must be text or a list of text parts, got {_shown(content)}")
     if "tool_calls" in message:
         message["tool_calls"] = _checked_calls(message["tool_calls"], number)
     return message
+
+
+def check_parts(content: Sequence[object], where: str) -> None:
+    """Refuse a content with a part that is not text, such as an image. Raise DataError, which begins with `where`."""
+    for part in content:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and len(text_keys(part)) == 2
+        if not is_text or not isinstance(part[text_keys(part)[1]], str):
+            raise DataError(
+                f"{where}: only text can be trained, got the part {_shown(part)}. A part is "
+                '{"type": "text", "text": "..."}.'
+            )
 
 
 def _checked_calls(value: object, number: int) -> list[Any]:

@@ -439,3 +439,41 @@ def test_a_schema_is_what_transformers_makes_of_the_function() -> None:
     theirs, ours = get_json_schema(add), Tool(add, session_class=Session).schema
     theirs["function"].pop("return")
     assert json.dumps(ours) == json.dumps(theirs), "the policy is shown the very same text"
+
+
+_ONLY_PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("form", ["text", "parts", "image"])
+def test_templates_of_vision_models_get_text_parts(form: str) -> None:
+    ours = make_chat_tokenizer("byte-level", _ONLY_PARTS, adds_bos=False)
+    parts = {"text": "Say it", "parts": [{"type": "text", "text": "Say it"}], "image": [{"type": "image"}]}
+    asked: dict[str, Any] = {"role": "user", "content": parts[form]}
+    if form == "image":
+        for encode in (ours.prompt, lambda messages: encode_chat(Chat([*messages, _answer("It.")]), ours)):
+            with pytest.raises(DataError, match="only text can be trained, got the part {'type': 'image'}"):
+                encode([asked])
+        return
+    assert ours.decode(ours.prompt([asked]), skip_special_tokens=False).endswith(
+        "user\nSay it<|im_end|><|im_start|>assistant\n"
+    )
+    encoded = encode_chat(Chat([asked, _answer("It.")]), ours)
+    (span,) = spans_of(encoded.mask)
+    assert ours.decode(encoded.ids[slice(*span)], skip_special_tokens=False) == "It.<|im_end|>"
+
+
+def _answer(said: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": said}
+
+
+@pytest.mark.parametrize("said", ["a", "a</s>", "a</s>\n", "a<|im_end|>", "</s> a"])
+def test_a_trained_turn_with_two_end_tokens_is_told(said: str) -> None:
+    ours = make_chat_tokenizer("byte-level", TEMPLATES["chatml"], adds_bos=False)
+    chat = encode_chat(Chat([{"role": "user", "content": "q"}, _answer(said)]), ours)
+    texts = [encode_text(said, ours), encode_completion("q ", said, ours)]
+    told = [any("ends twice" in remark for remark in encoded.remarks) for encoded in (chat, *texts)]
+    is_twice = said.startswith("a<")
+    assert told == [is_twice, *2 * [is_twice and said != "a</s>"]], "EOS after a text is not added again"
