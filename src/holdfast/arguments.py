@@ -6,6 +6,8 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError, nearest
@@ -22,6 +24,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong. Raise ConfigError always."""
         raise ConfigError(f"{message}. {self.prog} --help shows what is allowed.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - the stubs have overloads
+        """Parse words as `argparse` does, also for `parse_args`. Raise ConfigError first for an unknown flag, with the
+        nearest flag or all flags."""
+        known = sorted(flag for flag in self._option_string_actions if flag.startswith("--") and flag != "--help")
+        for flag in (word.partition("=")[0] for word in takewhile(lambda word: word != "--", args or ())):
+            if flag.startswith("--") and flag not in (*known, "--help"):
+                told = nearest(flag, known) or f" There are: {', '.join(known)}."
+                raise ConfigError(f"unknown flag '{flag}'.{told} {self.prog} --help explains all flags.")
+        return super().parse_known_args(args, namespace)
 
 
 class Subcommands:
@@ -60,7 +72,6 @@ class Subcommands:
             self._parser.parse_args([first])
         if first not in self._commands:
             raise self._without_subcommand(argv)
-        _check_flags(self._commands[first], argv[1:])
         arguments = self._parse_words(self._commands[first], argv[1:])
         arguments.command = first
         return arguments
@@ -75,7 +86,7 @@ class Subcommands:
             near = nearest(first, self._commands)
             told = f"unknown subcommand '{first}'.{near}"
             name = next((one for one in self._commands if f"'{one}'" in near), None)
-            others = others[1:] if name else others
+            others = others[1:] if name or any(Path(one).is_dir() for one in others[1:]) else others
         line = shlex.join([name or next(iter(self._commands)), *others])
         return ConfigError(
             f"{told} There are: {', '.join(self._commands)}. A subcommand comes first, as in\n"
@@ -136,11 +147,3 @@ def positive(text: str) -> int:
 def add_json(parser: Parser) -> None:
     """Add the flag `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-
-
-def _check_flags(parser: Parser, words: Sequence[str]) -> None:
-    known = set(parser._option_string_actions)
-    for word in words:
-        flag = word.split("=")[0]
-        if flag.startswith("--") and flag not in known:
-            raise ConfigError(f"unknown flag '{flag}'.{nearest(flag, known)} {parser.prog} --help lists all flags.")

@@ -12,6 +12,7 @@ An unknown flag gets a suggestion: by its name in another system, by its last pa
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import typing
@@ -87,11 +88,14 @@ def _describe_stray(word: str, command: type[BaseModel], program: str, argv: lis
             flag = "--model.name"
         elif "--run" in known:
             flag = "--run"
+        elif os.sep in word and "--output-dir" in known:
+            flag = "--output-dir"
     told = f"unexpected '{cut(word)}'. Settings are '--name value', files '@ file.toml'."
-    if flag is None or argv.count(word) != 1:
+    if flag is None or argv.count(word) != 1 or (flag == "--output-dir" and flag in argv):
         return told
     at = argv.index(word)
-    line = shlex.join([*argv[:at], flag, *argv[at:]])
+    files = ["@", "FILE.toml"] if flag == "--output-dir" and "@" not in argv and "--model.name" not in argv else []
+    line = shlex.join([*files, *argv[:at], flag, *argv[at:]])
     return f"{told} Write:\n  {to_type(program)} {line}"
 
 
@@ -107,7 +111,8 @@ def _describe(error: ValidationError, command: type[BaseModel], origin_of: Origi
             if choice is not None and (said := choice.said(str(location[-1]), origin_of, given)) is not None:
                 lines.setdefault(key, []).append(f"'{key}' {said}")
                 continue
-            said = hint_of_table(key, keys) or nearest(str(location[-1]), known) or hint(key, keys)
+            others = [one for one in keys if not key.startswith(f"{one}.")]
+            said = hint_of_table(key, keys) or nearest(str(location[-1]), known) or hint(key, others)
             said = said or f" Allowed here: {', '.join(known)}."
             text = f"unknown key '{key}'.{said}"
         else:

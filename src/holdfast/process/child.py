@@ -179,16 +179,21 @@ def _replace_stream(name: str, kind: type[io.FileIO], *, line_buffering: bool = 
     setattr(sys, name, io.TextIOWrapper(writer, stream.encoding, "backslashreplace", line_buffering=by_line))
 
 
+class _LogFormatter(logging.Formatter):
+    """Writes the level before the message, except if the message begins with the level, as phases of `report` may."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if not record.message.startswith(record.levelname):
+            record.message = f"{record.levelname} {record.message}"
+        return super().formatMessage(record)
+
+
 def set_up_logging(name: str) -> None:
     """Send log records of this process to stderr, which the launcher points at its log file."""
     make_output_lossy()
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {name} %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LogFormatter(f"%(asctime)s {name} %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for noisy in ("httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

@@ -31,7 +31,7 @@ _DEPTH = 3
 _MOST_DIRECTORIES, _MOST_LISTED, _MOST_NAMED = 5000, 20, 5
 _STEP_WORD = re.compile(r"latest|all|-1|(?:step_)?([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _STEP_NAME = re.compile(r"step_\d+(\.\d+)?")
-_OUTPUT_DIR = ("output_dir", "run")
+_OUTPUT_DIR = ("output_dir", "outputdir", "run")
 
 
 class RunSubcommands(Subcommands):
@@ -221,7 +221,7 @@ def refuse_flags(parser: Parser, argv: Sequence[str]) -> None:
         others = [word for word in others if word != run]
     words = [*([] if run is None else [_typed(run)]), *chain.from_iterable(given.values()), *others]
     told = f"{parser.prog} takes {refused[0].strip('-')} as an argument, not by a flag."
-    if old := [flag for flag in refused if flag.replace("_", "-") == "--output-dir"]:
+    if old := [flag for flag in refused if flag.startswith("--output")]:
         told = (
             f"{parser.prog.split()[0]} takes the run as its first argument, not by {old[0]}, which names the "
             "directory of a new run."

@@ -23,6 +23,7 @@ from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of, require_weights, verify_checkpoint
 from holdfast.run.data_files import find_files
 from holdfast.run.manifest import MANIFEST_NAME, Verification
+from holdfast.run.run_dir import RunDir
 
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json", "encoder.json", "spiece*")
 _COPY = "Copy it again from where the model comes from."
@@ -87,6 +88,10 @@ def _what_to_give(path: Path) -> str:
         return (
             f"It holds an adapter{f' for {base}' if base else ''} and no model: give the model that the adapter is "
             f"for, with `--model.lora --ckpt.init-from {path}`; or merge the two (peft's merge_and_unload)."
+        )
+    if versions := RunDir(path).published_weights():
+        return (
+            f"It is the directory of a run: give weights of the run, the newest are {path}/weights/step_{versions[-1]}."
         )
     home = "`~` is not replaced here: write the whole path. " if path.parts[:1] and path.parts[0][:1] == "~" else ""
     maker = Path("examples", path.parent.name, "make_model.py")

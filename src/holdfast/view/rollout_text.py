@@ -59,7 +59,7 @@ def _batches_of(run_dir: RunDir, text: str) -> Iterator[Path]:
         )
     for step in wanted:
         if step not in there:
-            steps = f"it has {', '.join(map(str, there))}" if there else "it has none"
+            steps = f"it has {', '.join(map(str, there))}" if there else "it has none, only `rl` makes batches"
             raise CheckpointError(f"batch {text} is not in {run_dir.rollouts}: {steps}.")
         yield run_dir.batch(step)
 

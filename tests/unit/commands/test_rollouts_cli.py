@@ -289,7 +289,7 @@ def test_a_directory_without_a_run_is_refused(rollouts: Command, refused: Refuse
     assert code == 0 and out.startswith("no batches in")
     for words, said in (
         (("export", "all", "--to", tmp_path / "x.jsonl"), "there is no batch in"),
-        (("show", "latest"), "it has none"),
+        (("show", "latest"), "it has none, only `rl` makes batches"),
     ):
         assert said in refused("rollouts", words[0], tmp_path, *words[1:])
 

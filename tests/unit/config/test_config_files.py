@@ -86,6 +86,7 @@ def test_a_bare_ckpt_switches_checkpoints_on_with_defaults() -> None:
     ("line", "says"),
     [
         ("advantag = 'grpo'", "unknown key 'trainer.environments.sums.advantag'. Did you mean 'advantage'?"),
+        ("trainer = 1", "unknown key 'trainer.environments.sums.trainer'. Allowed here: "),
         ("weight = 0", "'trainer.environments.sums.weight' should be greater than 0, got 0"),
         (
             "advantage = 3",

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,10 +98,11 @@ RAISE = """
 import errno, os
 from holdfast.errors import RunDirError
 from holdfast.process.child import exit_code_of, run_reporting_errors, set_up_logging
+from holdfast.process.events import report
 set_up_logging("test")
 def run():
-    import logging
-    logging.getLogger("test").warning("about to fail")
+    report("WARNING: about to fail")
+    report("failing")
     print("on stdout")
     try:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/x")
@@ -116,7 +118,10 @@ def test_a_process_says_so_by_its_exit_code_also_where_its_log_is_on_the_full_di
     code = f"{RAISE.format(how=how)}\n{end}"
     heard = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert heard.returncode == STORAGE_FAILED and "Traceback" not in heard.stderr, heard.stderr
-    assert "about to fail" in heard.stderr and heard.stdout == "on stdout\n"
+    assert (
+        re.match(r"\S+ test WARNING: about to fail\n\S+ test INFO failing\n", heard.stderr)
+        and heard.stdout == "on stdout\n"
+    )
     message = "the storage failed at /disk/x: No space left on device" if how == "raise" else "batch 3 cannot be"
     assert f"error: {message}" in heard.stderr
     with open("/dev/full", "w") as full:

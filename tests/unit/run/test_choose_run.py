@@ -88,6 +88,10 @@ def refused_line(said: str) -> str:
         ("inference somebody/model", "inference --model.name somebody/model"),
         ("sft --max-steps 3 rows.jsonl", "sft --max-steps 3 --data.name rows.jsonl"),
         ("rl run.toml --max-steps 3", "rl @ run.toml --max-steps 3"),
+        ("rl outputs/new", "rl @ FILE.toml --output-dir outputs/new"),
+        ("sft --model.name m outputs/new", "sft --model.name m --output-dir outputs/new"),
+        ("monitor --once --outputdir=outputs/a", "monitor outputs/a --once"),
+        ("ckpt rm model 3", "ckpt ls model 3"),
     ],
 )  # fmt: skip
 def test_a_wrong_form_is_refused_with_the_whole_right_command(old: str, new: str, refused: Refused) -> None:
@@ -100,7 +104,7 @@ def test_a_wrong_form_is_refused_with_the_whole_right_command(old: str, new: str
 
 def test_what_else_is_wrong_is_told_in_the_place_of_a_command_that_fails(refused: Refused) -> None:
     for words, message in (
-        ("--bogus 3", "unrecognized arguments: --bogus 3"),
+        ("--bogus 3", "unknown flag '--bogus'. There are: --how, --json"),
         ("--how half", "invalid choice: 'half'"),
     ):
         said = refused("ckpt", "verify", *words.split(), "--output-dir", "outputs/a")

@@ -84,6 +84,11 @@ def test_whole_weights_pass_in_one_file_or_in_several(tmp_path: Path) -> None:
 def test_directories_without_what_makes_a_model_are_told_with_what_makes_one(tmp_path: Path) -> None:
     assert "model.name = " in (said := refusal(lambda: check_model_path(str(tmp_path), key="model.name")))
     assert "has no config.json" in said
+    (tmp_path / "run/weights/step_12").mkdir(parents=True)
+    said = refusal(lambda: check_model_path(str(tmp_path / "run"), key="model.name"))
+    assert (
+        f"It is the directory of a run: give weights of the run, the newest are {tmp_path}/run/weights/step_12." in said
+    )
     said = refusal(lambda: check_weights_path(str(tmp_path)))
     assert "has no *.safetensors. Set model.init = random" in said
 
