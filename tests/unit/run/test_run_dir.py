@@ -184,17 +184,17 @@ def test_a_checkpoint_of_another_run_is_named_and_never_continued_from(run_dir: 
     write_checkpoint(run_dir, 2, run_id="first")
     for step, run_id in ((3, "other"), (4, "mine"), (6, "other")):
         write_checkpoint(run_dir, step, run_id=run_id)
-    for wanted in ("latest", "auto", -1, 6):
+    for wanted in ("latest", "auto", -1, 6, 4, 2):
         with pytest.raises(CheckpointError, match=r"another run \(other\).* --ckpt.resume-dir .*step_6\.") as caught:
             resolve_resume_step(run_dir, wanted)  # type: ignore[arg-type]
         assert caught.value.exit_code == 2
-    assert [resolve_resume_step(run_dir, step) for step in (2, 4)] == [2, 4], "a fork continues from its first step"
     assert run_dir.committed_steps() == run_dir.steps_there() == [2, 4]
     said: list[str] = []
     assert resolve_resume_step(run_dir, "auto", again=True, say=said.append) == 4
+    assert resolve_resume_step(run_dir, 2, again=True) == 2, "a fork continues from its first step"
     assert [line.partition(":")[2][:17] for line in said] == [" skipping step 6:", " skipping step 3:"]
     atomic.remove_directory(run_dir.checkpoint(6))
-    assert resolve_resume_step(run_dir, "latest") == 4
+    assert [resolve_resume_step(run_dir, step) for step in ("latest", 4)] == [4, 4]
     (run_dir.path / "run.json").unlink()
     run_dir.create(run_id="first")
     assert run_dir.run_id() == "first" and run_dir.committed_steps() == [2]

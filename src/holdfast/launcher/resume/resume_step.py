@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -61,7 +61,9 @@ def resolve_resume_step(
     if wanted not in ("latest", "auto", -1):
         if wanted in foreign:
             raise _refused(foreign[wanted], wanted)
-        return _checked(run_dir, int(wanted), steps, is_there=wanted in [entry.step for entry in entries], how=how)
+        step = _checked(run_dir, int(wanted), steps, is_there=wanted in [entry.step for entry in entries], how=how)
+        _pass_over(foreign.values(), step, wanted, say=say, again=again)
+        return step
 
     def check(step: int) -> None:
         try:
@@ -76,10 +78,7 @@ def resolve_resume_step(
     # Unreadable and damaged ones, too, which must stop the resume or be named.
     there_are = [entry.step for entry in entries if entry.step not in foreign]
     newest, damaged = newest_intact(there_are, check, say=lambda text: say(f"WARNING: {text}"))
-    for step, entry in reversed(foreign.items()):
-        if not again and (newest is None or step > newest):
-            raise _refused(entry, wanted)
-        say(f"WARNING: skipping step {step}: {entry.reason}")
+    _pass_over(foreign.values(), newest, wanted, say=say, again=again)
     if newest is not None:
         return newest
     if damaged:
@@ -94,6 +93,17 @@ def resolve_resume_step(
         f"ckpt.resume_step = {wanted}: nothing to resume in {run_dir.checkpoints}: {_listing(steps)}. "
         "Use `auto` to start from scratch if there is none."
     )
+
+
+def _pass_over(
+    foreign: Iterable[Entry], step: int | None, wanted: int | str, *, say: Callable[[str], None], again: bool
+) -> None:
+    """Name the checkpoints of other runs. Raise CheckpointError for a checkpoint after `step`, which would be in the
+    way of a save, except if the run was started before."""
+    for entry in sorted(foreign, key=lambda entry: entry.step, reverse=True):
+        if not again and (step is None or entry.step > step):
+            raise _refused(entry, wanted)
+        say(f"WARNING: skipping step {entry.step}: {entry.reason}")
 
 
 def _refused(entry: Entry, wanted: int | str) -> CheckpointError:
