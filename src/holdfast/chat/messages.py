@@ -74,8 +74,12 @@ def _checked(value: object, number: int) -> dict[str, Any]:
 def check_parts(content: Sequence[object], where: str) -> None:
     """Refuse a content with a part that is not text, such as an image. Raise DataError, which begins with `where`."""
     for part in content:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text" and len(text_keys(part)) == 2
-        if not is_text or not isinstance(part[text_keys(part)[1]], str):
+        texts = (
+            [part[key] for key in text_keys(part)[1:]]
+            if isinstance(part, Mapping) and part.get("type") == "text"
+            else []
+        )
+        if not texts or not isinstance(texts[0], str):
             raise DataError(
                 f"{where}: only text can be trained, got the part {_shown(part)}. A part is "
                 '{"type": "text", "text": "..."}.'
