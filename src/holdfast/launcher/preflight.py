@@ -185,22 +185,21 @@ def _is_part(name: str, *, of: str) -> bool:
 
 def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
     """Run `module` with the configuration on its standard input. Print its warnings, raise its error."""
-    # Files, not pipes, which children of the user's code may hold open.
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as warnings:
+    with tempfile.TemporaryFile() as output:  # not a pipe, which children of the user's code may hold open
         child = subprocess.run(
             module_command(module, *arguments),
             input=config.model_dump_json().encode(),
-            stdout=warnings,
+            stdout=subprocess.DEVNULL,
             stderr=output,
             env={**os.environ, LAUNCHER_ENV: str(os.getpid())},
         )
-        if child.returncode == 0:
-            warnings.seek(0)
-            lines = warnings.read().decode(errors="replace").splitlines()
-            print(*(f"{line}\n" for line in lines if line.startswith("WARNING: ")), end="", sep="", file=sys.stderr)
-            return
         output.seek(0)
         said = output.read().decode(errors="replace").strip()
+    if child.returncode == 0:
+        for line in said.splitlines():
+            if line.startswith("WARNING: environment "):
+                print(line, file=sys.stderr)
+        return
     message = f"\n{said}".rpartition("\nerror: ")[2].strip()
     if child.returncode == ConfigError.exit_code:
         raise ConfigError(message)

@@ -30,8 +30,6 @@ from holdfast.process.child import die_with_launcher, run_reporting_errors
 
 _MOST_S = 10.0
 """For the rows of a file whose answers are slow to score."""
-_SAID = sys.stdout
-"""What the launcher prints. Code of the user's prints elsewhere."""
 # The modules of evaluations take 0.2 s to import, and most runs have none: functions import them.
 
 
@@ -75,7 +73,7 @@ def _warn(environments: Mapping[str, Environment], sections: Sequence[Environmen
     for section in sections:
         if section.label in environments:
             for line in asyncio.run(warnings_of(environments[section.label], section, most_s=_MOST_S)):
-                print(line, file=_SAID, flush=True)
+                print(line, file=sys.stderr)
 
 
 def check_evaluation(config: EvaluateConfig) -> None:
@@ -102,5 +100,4 @@ def _main(what: str, content: bytes) -> None:
 
 if __name__ == "__main__":
     die_with_launcher()
-    sys.stdout = sys.stderr
     run_reporting_errors(lambda: _main(sys.argv[1], sys.stdin.buffer.read()))

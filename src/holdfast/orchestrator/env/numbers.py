@@ -1,6 +1,6 @@
 r"""Numbers as people write them. One rule reads right answers and completions.
 
-    -5  +5  .5  1e-05  -$5          U+2212 is a sign, too; no letter, digit or bracket stands directly before a sign
+    -5  +5  .5  1e-05  -$5          U+2212 is a sign, too; no letter, digit or bracket is directly before a sign
     2.5*10^3  10^3  2.5·10⁻⁷        times a power of ten, with any sign of multiplication, in LaTeX too
 1,234  1,234.5  1,00,000        commas group thousands if three digits follow the last comma
 1 000  1'000  1_000  5{,}000    so do spaces, apostrophes and LaTeX's spaces, if each group has three digits
@@ -62,7 +62,7 @@ class Number:
     Attributes:
         value: a time or ratio is a tuple.
         is_percent: a percent sign follows.
-        start, end: where the number stands in the text, without the percent sign.
+        start, end: the place of the number in the text, without the percent sign.
     """
 
     value: Decimal | Fraction | tuple[int, ...]
@@ -80,7 +80,7 @@ def read_numbers(text: str, *, of_point: bool = False) -> list[Number]:
     """Return the numbers of a text, in order.
 
     Args:
-        of_point: the right answer stands in brackets: in brackets all commas separate numbers.
+        of_point: the right answer is in brackets. Then in brackets all commas separate numbers.
     """
     text = fold(text)
     bracketed = [found.span() for found in _BRACKETED.finditer(text)]

@@ -25,7 +25,7 @@ PlayAndScore = Callable[[Task, list[str], int], Awaitable[list[float]]]
 
 @dataclass
 class Solvability:
-    """What was found.
+    """The result of `try_answers`.
 
     Attributes:
         what: `rows` of a file, or `tasks`.

@@ -21,6 +21,7 @@ so the background must write a copy. Every save reuses the buffers: allocating g
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,12 +48,13 @@ from holdfast.run.checkpoints import (
 )
 from holdfast.run.manifest import Verification
 from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, Storage, read_values
-from holdfast.trainer.checkpoint.dcp import IndexReader, check_same_tensors, read_tensors
+from holdfast.trainer.checkpoint.dcp import IndexReader, check_same_tensors, read_tensors, some
 from holdfast.trainer.checkpoint.state import (
     ObjectsState,
     RandomState,
     State,
     as_state,
+    keeping_random_state,
     restore_random_state,
     seed_everything,
 )
@@ -142,9 +144,11 @@ class Checkpointer:
             fails.
         may_remove: a function that rank 0 asks in the writing thread before retention removes a step.
         collective_timeout_s: the deadline of each collective of a save. Unset: torch's default.
-        updated_by: the optimizers, if only their steps, and code after these steps, change the tensors. On a CPU an
-            asynchronous save then copies the tensors while the next gradients are computed, and the next optimizer
-            step waits for the copy.
+        updated_by: the optimizers, if only their steps, and code after these steps, change the parameters. On a CPU an
+            asynchronous save then copies parameters and optimizer state while the next gradients are computed, and
+            the next optimizer step waits for the copy. Buffers are copied at the call.
+        check: a function that makes fresh objects, with the names in `state`. The first save is then loaded into
+            them and compared. Until the end of the comparison there are two states in memory.
     """
 
     def __init__(
@@ -162,6 +166,7 @@ class Checkpointer:
         may_remove: Callable[[int], bool] = lambda _: True,
         collective_timeout_s: float | None = None,
         updated_by: Sequence[torch.optim.Optimizer] = (),
+        check: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self.directory = Path(directory).absolute()
         self._state = as_state(state)
@@ -169,7 +174,9 @@ class Checkpointer:
         self._on_failure = on_failure
         self._seed = seed
         self._control = RankGroup(timeout_s=collective_timeout_s)
-        self._stager = Stager()
+        self._stager, self._stager_at_call = Stager(), Stager()
+        self._copied_at_call: dict[str, Tensor] = {}
+        self._check = check
         # The writing thread has its own group: collectives of two threads in one would mix.
         self._commit = Commit(
             self.directory,
@@ -224,8 +231,10 @@ class Checkpointer:
             attachments: more files by their path in the checkpoint: the content, or a function that returns it.
 
         Raises:
+            CheckpointError: `step` is not an integer from 0, the state cannot be kept, or `check` found a difference.
             SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
         """
+        step = as_step(step)
         if self._thread is not None and self._thread.is_alive():
             started = time.perf_counter()
             self.wait()
@@ -239,6 +248,10 @@ class Checkpointer:
             if self._hooks and not any(tensor.is_cuda for tensor in tensors.values()):
                 # Not in the thread: the next optimizer step may come before the thread runs.
                 self._staged.clear()
+                names = self._state.volatile() if isinstance(self._state, ObjectsState) else set[str]()
+                self._copied_at_call = {}
+                if names:
+                    self._copied_at_call = self._stager_at_call.stage({name: tensors[name] for name in names})
             else:
                 tensors = self._stager.stage(tensors)
             # A daemon: a save that hangs in a collective must not keep a failed process alive.
@@ -252,13 +265,20 @@ class Checkpointer:
         else:
             self._write(lambda: self._commit.write(snapshot, tensors), step)
             self._collect_result()
+        if self._check is not None:
+            self.wait()
+            self._collect_result()
+            fresh, self._check = self._check, None
+            with keeping_random_state():
+                _check_comes_back(self.directory / f"step_{step}", self._state, fresh())
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy the tensors, unless `save` has copied them; training may change them afterwards."""
         if self._staged.is_set():
             return tensors
+        copied = self._copied_at_call
         try:
-            return self._stager.stage(tensors)
+            return copied | self._stager.stage({name: one for name, one in tensors.items() if name not in copied})
         finally:
             self._staged.set()
 
@@ -357,7 +377,8 @@ class Checkpointer:
         return chosen
 
     def _choose(self, step: int | Literal["latest", "auto"], verify: Verification) -> int | None:
-        if isinstance(step, int):
+        if step not in ("latest", "auto"):
+            step = as_step(step)
             verify_checkpoint(self.directory / f"step_{step}", how=verify, step=step, to_resume=True)
             return step
         newest, damaged = newest_intact(
@@ -374,6 +395,40 @@ class Checkpointer:
         if step == "auto":
             return None
         raise CheckpointError(f"there is no checkpoint in {self.directory}; use `auto` to start from scratch")
+
+
+def as_step(step: Any) -> int:
+    """Return the number of a step. Raise CheckpointError if it is not an integer from 0."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise CheckpointError(f"a step must be an integer from 0, got {step!r} ({type(step).__name__})")
+    return number
+
+
+def _check_comes_back(path: Path, state: State, fresh: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint, loaded into fresh objects, is not the state that was saved."""
+    loaded = as_state(fresh)
+    load_state_with_optimizer(path, loaded, verify="size")
+    here, there = state.tensors(), loaded.tensors()
+    differing = sorted(here.keys() ^ there.keys())
+    differing += [name for name in here if name in there and not _same_bits(here[name], there[name])]
+    values, others = state.values(), loaded.values()
+    differing += [name for name in values if values[name] != others.get(name)]
+    if differing:
+        raise CheckpointError(
+            f"{path} does not bring everything back: loaded into fresh objects, {some(differing)} "
+            f"{'is' if len(differing) == 1 else 'are'} not as saved"
+        )
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    one, other = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (first, second))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step: int = 0) -> None:
@@ -417,6 +472,8 @@ def load_state_with_optimizer(
     check_same_tensors(tensors, saved, path)
     whole.restore(read_values(path / TRAINER_DIR))  # before a tensor is touched: it may refuse
     read_tensors(tensors, index)
+    if isinstance(whole, ObjectsState):
+        whole.finish()
     _restore_random(path / TRAINER_DIR, listing, seed)  # last: loading may draw numbers
     return listing.step
 

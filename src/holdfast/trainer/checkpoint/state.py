@@ -5,6 +5,8 @@ JSON lacks these, so each becomes an object with one key:
 
     {"$tuple": [..]}   {"$float": "inf"}   {"$bytes": "base64"}   {"$dict": [[key, value], ..]}
 
+Named tuples, enums, `Counter`, `OrderedDict` and `defaultdict` keep their class, tensors their bits.
+
 Each rank has its own file of random generators, captured with every save and restored after loading. If the number of
 ranks changes, the generators are derived from seed and step.
 """
@@ -12,10 +14,16 @@ ranks changes, the generators are derived from seed and step.
 from __future__ import annotations
 
 import base64
+import contextlib
+import enum
 import math
+import operator
 import random
+import re
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -28,45 +36,206 @@ from torch.optim import Optimizer
 from holdfast.errors import CheckpointError
 
 
-def encode(value: Any, where: str) -> Any:
-    """Return `value` as JSON that `decode` reverts. Raise CheckpointError that names `where` a value is not plain."""
-    if value is None or isinstance(value, bool | int | str):
+def encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
+    """Return `value` as JSON that `decode` reverts.
+
+    Args:
+        where: the name of the value in errors, and of its tensors.
+        tensors: gets tensors of more than 1 MiB by name. None: tensors are refused.
+
+    Raises:
+        CheckpointError: a part of the value is not plain.
+    """
+    kind: Any = type(value)
+    if value is None or kind is bool:
         return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, bytes):
+    if isinstance(value, enum.Enum):
+        return {"$enum": [_path_of(kind, where), value.name]}
+    if kind is int:
+        return value if -(2**63) <= value < 2**64 else {"$int": hex(value)}
+    if kind is str or isinstance(value, np.str_):
+        return str(_as_text(value, where))
+    if kind is float or isinstance(value, np.floating):
+        number = float(value)
+        return number if math.isfinite(number) else {"$float": repr(number)}
+    if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, list | tuple):
-        items = [encode(item, f"{where}[{number}]") for number, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-        return {"$dict": [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Tensor) and tensors is not None:
+        return _encode_tensor(value, where, tensors)
+    if kind in (list, tuple, torch.Size, deque) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = [encode(item, f"{where}[{number}]", tensors) for number, item in enumerate(value)]
+        if kind is list:
+            return items
+        if kind is deque:
+            return {"$deque": [cast("deque[Any]", value).maxlen, items]}
+        named = {tuple: "$tuple", torch.Size: "$size"}.get(kind)
+        return {named: items} if named else {"$namedtuple": [_path_of(kind, where), items]}
+    if isinstance(value, dict) and (kind in _MAPPINGS or kind is defaultdict):
+        if kind is dict and all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {
+                _as_text(key, where): encode(item, f"{where}.{key}" if "." not in key else f"{where}[{key!r}]", tensors)
+                for key, item in value.items()
+            }
+        pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]", tensors)] for key, item in value.items()]
+        if kind is not defaultdict:
+            return {_MAPPINGS[kind]: pairs}
+        factory = cast("defaultdict[Any, Any]", value).default_factory
+        if factory is not None and factory not in _FACTORIES.values():
+            raise CheckpointError(
+                f"{where} is a defaultdict whose factory has no name in a checkpoint. Allowed: {', '.join(_FACTORIES)}"
+            )
+        return {"$defaultdict": [factory.__name__ if factory else None, pairs]}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep among its values: these are numbers, "
+        f"{where} is a {kind.__name__}, which a checkpoint cannot keep among its values: these are numbers, "
         "texts, bytes, None, and lists, tuples and dicts of them. Convert it (int(), .item(), .tolist()); tensors "
         "belong into a module, as buffers"
     )
 
 
-def decode(value: Any) -> Any:
-    """Return what `encode` was given."""
+_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple, set)}
+_MOST_IN_VALUES = 1 << 20
+"""Bytes of a tensor among values that the file of the values holds; larger tensors have entries of their own."""
+
+
+def _encode_tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tensor, DTensor):
+        raise CheckpointError(
+            f"{where} is a sharded tensor among values, and only rank 0 saves values. Put the tensor into a module, "
+            "as a buffer"
+        )
+    check_tensor(where, tensor)
+    tensor = tensor.detach()
+    if tensor.numel() * tensor.element_size() > _MOST_IN_VALUES:
+        tensors[where] = tensor
+        return {"$tensor": where}
+    content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    kept = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64.b64encode(content).decode()]
+    return {"$small_tensor": kept}
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError for a tensor that a checkpoint cannot hold as it is."""
+    reason = ""
+    if tensor.layout is not torch.strided:
+        reason = "a sparse tensor"
+    elif tensor.is_meta:
+        reason = "on the meta device, without data"
+    elif type(tensor) not in (Tensor, nn.Parameter, nn.Buffer, DTensor) or tensor.is_quantized:
+        reason = f"a {type(tensor).__name__}, which says not by __tensor_flatten__ what it consists of"
+    elif isinstance(tensor, DTensor) and type(tensor._local_tensor) is not Tensor:
+        reason = f"sharded, and its shards are of the class {type(tensor._local_tensor).__name__}"
+    if reason:
+        raise CheckpointError(f"'{name}' is {reason}: a checkpoint cannot hold it")
+
+
+def inner_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a tensor by name; of a tensor of a class of its own, such as torchao's, the tensors that it consists of.
+
+    Raises:
+        CheckpointError: a checkpoint cannot hold the tensor.
+    """
+    if isinstance(tensor, DTensor) or type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
+        check_tensor(name, tensor)
+        return {name: tensor}
+    if not hasattr(tensor, "__tensor_flatten__"):
+        check_tensor(name, tensor)
+    parts, _ = cast(Any, tensor).__tensor_flatten__()
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        found |= inner_tensors(f"{name}.{part}", getattr(tensor, part))
+    return found
+
+
+def _as_text(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{where}: character {error.start} of {text[:40]!a} is half of a surrogate pair, which no file can hold"
+        ) from None
+    return text
+
+
+def _path_of(kind: type, where: str) -> str:
+    path = f"{kind.__module__}:{kind.__qualname__}"
+    if _class_at(path) is not kind:
+        raise CheckpointError(
+            f"{where} is a {kind.__qualname__}, which is not a class of the module {kind.__module__} itself: define "
+            "the class there"
+        )
+    return path
+
+
+def _class_at(path: str) -> Any:
+    """Return a class of a module that is imported; None if there is none."""
+    module, _, name = path.partition(":")
+    try:
+        return operator.attrgetter(name)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """Return what `encode` was given; `tensors` are the large ones. Raise CheckpointError if a class is not there."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         (tag, content), *_ = value.items()
-        if tag == "$float":
+        if tag.startswith("$"):
+            return _decode_tagged(tag, content, tensors or {})
+    return {key: decode(item, tensors) for key, item in value.items()}
+
+
+def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    def pairs(items: Any) -> dict[Any, Any]:
+        return {decode(key, tensors): decode(item, tensors) for key, item in items}
+
+    match tag:
+        case "$float":
             return float(content)
-        if tag == "$bytes":
+        case "$int":
+            return int(content, 16)
+        case "$bytes":
             return base64.b64decode(content)
-        if tag == "$tuple":
-            return tuple(decode(item) for item in content)
-        if tag == "$dict":
-            return {decode(key): decode(item) for key, item in content}
-    return {key: decode(item) for key, item in value.items()}
+        case "$tuple" | "$size":
+            return (tuple if tag == "$tuple" else torch.Size)(decode(item, tensors) for item in content)
+        case "$deque":
+            return deque((decode(item, tensors) for item in content[1]), maxlen=content[0])
+        case "$dtype":
+            return getattr(torch, content)
+        case "$dict":
+            return pairs(content)
+        case "$ordered":
+            return OrderedDict(pairs(content))
+        case "$counter":
+            return Counter(pairs(content))
+        case "$defaultdict":
+            return defaultdict(_FACTORIES.get(content[0]), pairs(content[1]))
+        case "$tensor":
+            return tensors[content]
+        case "$small_tensor":
+            dtype, shape, data = content
+            flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8) if data else torch.empty(0)
+            return (
+                flat.view(getattr(torch, dtype)).reshape(shape)
+                if data
+                else flat.to(getattr(torch, dtype)).reshape(shape)
+            )
+        case "$namedtuple" | "$enum":
+            path, items = content
+            kind = _class_at(path)
+            wanted = enum.Enum if tag == "$enum" else tuple
+            if not (isinstance(kind, type) and issubclass(kind, wanted)):
+                raise CheckpointError(f"the checkpoint holds a {path}, which is not there: import its module first")
+            made: Any = kind
+            return made[items] if tag == "$enum" else made(*(decode(item, tensors) for item in items))
+        case _:
+            raise CheckpointError(f"the checkpoint holds a value of the kind {tag}, which this version does not know")
 
 
 @runtime_checkable
@@ -95,9 +264,9 @@ class ObjectsState:
 
     - `torch.nn.Module` (also sharded by FSDP2): parameters and persistent buffers, `NAME.<parameter>`;
     - `torch.optim.Optimizer` of those modules' parameters: moments, `NAME.<module>.<parameter>.<key>`, and
-      what its parameter groups hold;
-    - objects with `state_dict` and `load_state_dict` (schedulers, samplers): their values, as JSON;
-    - dicts of plain values: updated in place.
+      what its parameter groups hold. An optimizer whose class overrides `state_dict` is an object like others;
+    - objects with `state_dict` and `load_state_dict` (schedulers, samplers): their values, as JSON, and their tensors;
+    - dicts of plain values and tensors: updated in place.
 
     Every rank saves its shards of the tensors; rank 0 saves the values. Gradients are not state: save and load after
     `optimizer.step()`, not while gradients accumulate.
@@ -107,6 +276,11 @@ class ObjectsState:
         self._objects = dict(objects)
         # State of optimizers that loading fills, by id of the parameter; `restore` hands it over.
         self._moments: dict[int, dict[str, Tensor]] = {}
+        # Of optimizers: (group, key, ...) of tensors in groups that the checkpoint does not have.
+        self._surplus: dict[str, list[list[str]]] = {}
+        # Large tensors of values that loading fills, and what is to be restored from them then.
+        self._loaded: dict[str, Tensor] = {}
+        self._waiting: dict[str, Any] = {}
         for name, thing in self._objects.items():
             is_known = isinstance(thing, nn.Module | Optimizer | MutableMapping)
             if not is_known and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -118,63 +292,139 @@ class ObjectsState:
                 raise CheckpointError(f"'{name}' has a dot, which separates names of tensors: choose another name")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of modules and optimizers. Raise CheckpointError if some state would be lost."""
+        """Return all tensors of modules, optimizers and values. Raise CheckpointError if some state would be lost."""
         tensors: dict[str, Tensor] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
                 tensors |= self._module_tensors(name, thing)
-            elif isinstance(thing, Optimizer):
+            elif _is_plain_optimizer(thing):
                 tensors |= _group_tensors(name, thing)
                 for place, parameter, _ in self._named(name, thing):
-                    state = thing.state.get(parameter, {})
-                    tensors |= {f"{place}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-        sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
-        if sparse:
-            raise CheckpointError(f"'{sparse[0]}' is a sparse tensor, which a checkpoint cannot hold")
-        return tensors
+                    for key, value in thing.state.get(parameter, {}).items():
+                        tensors |= inner_tensors(f"{place}.{key}", value) if isinstance(value, Tensor) else {}
+        return tensors | self._encoded()[1]
+
+    def volatile(self) -> set[str]:
+        """Return the names of tensors that not only optimizers change: buffers, and tensors of values."""
+        names = set(self._encoded()[1])
+        for name, thing in self._objects.items():
+            if isinstance(thing, nn.Module):
+                names |= self._module_tensors(name, thing).keys() - {
+                    f"{name}.{key}" for key, _ in thing.named_parameters()
+                }
+        return names
 
     def targets(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         """Return the tensors to load `saved` into.
 
-        An optimizer without a step has no state, so its tensors are made as the checkpoint says. `restore` hands them
-        to the optimizer.
+        An optimizer without a step has no state, so its tensors are made as the checkpoint says, or by a step without
+        gradients. `restore` hands them to the optimizer.
 
         Raises:
             CheckpointError: the state of an optimizer cannot be made.
         """
+        targets: dict[str, Tensor] = {}
+        self._moments, self._loaded, self._waiting, self._surplus = {}, {}, {}, {}
+        for name, thing in self._objects.items():
+            if isinstance(thing, nn.Module):
+                targets |= self._module_tensors(name, thing)
+            elif _is_plain_optimizer(thing):
+                targets |= self._optimizer_targets(name, thing, saved)
+        for name, thing in self._objects.items():
+            if not isinstance(thing, nn.Module):
+                places = tuple(self._places(name))
+                for full_name in saved.keys() - targets.keys():
+                    if full_name.startswith((f"{name}.", f"{name}[")) and not full_name.startswith(places):
+                        entry = saved[full_name]
+                        self._loaded[full_name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return targets | self._loaded
+
+    def _places(self, name: str) -> list[str]:
+        """Return how the names of an optimizer's own tensors begin."""
+        thing = self._objects[name]
+        if not _is_plain_optimizer(thing):
+            return []
+        groups = [f"{name}.group_{number}." for number in range(len(thing.param_groups))]
+        return groups + [f"{place}." for place, _, _ in self._named(name, thing)]
+
+    def _optimizer_targets(
+        self, name: str, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]
+    ) -> dict[str, Tensor]:
+        if self._needs_step(name, optimizer, saved):
+            _take_empty_step(name, optimizer)
         keys: dict[str, list[str]] = {}
         for full_name in saved:
             place, _, key = full_name.rpartition(".")
             keys.setdefault(place, []).append(key)
-        targets: dict[str, Tensor] = {}
-        self._moments = {}
-        for name, thing in self._objects.items():
-            if isinstance(thing, nn.Module):
-                targets |= self._module_tensors(name, thing)
-            elif isinstance(thing, Optimizer):
-                targets |= _group_tensors(name, thing)
-                for place, parameter, group in self._named(name, thing):
-                    present = thing.state.get(parameter, {})
-                    made = {}
-                    for key in keys.get(place, ()):
-                        entry = saved[f"{place}.{key}"]
-                        is_there = _fits(present.get(key), entry)
-                        made[key] = present[key] if is_there else _make_moment(place, key, entry, parameter, group)
-                    self._moments[id(parameter)] = made
-                    targets |= {f"{place}.{key}": tensor for key, tensor in made.items()}
+        for number, group in enumerate(optimizer.param_groups):
+            prefix = f"{name}.group_{number}."
+            for full_name in saved.keys() - _group_tensors(name, optimizer).keys():
+                key = full_name.removeprefix(prefix)
+                if key != full_name and "." not in key and group["params"]:
+                    entry, device = saved[full_name], group["params"][0].device
+                    group[key] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
+        targets = _group_tensors(name, optimizer)
+        surplus = [full_name for full_name in targets if full_name not in saved]
+        self._surplus[name] = [full_name.removeprefix(f"{name}.group_").split(".") for full_name in surplus]
+        targets = {full_name: tensor for full_name, tensor in targets.items() if full_name in saved}
+        for place, parameter, group in self._named(name, optimizer):
+            present = optimizer.state.get(parameter, {})
+            made = {}
+            for key in keys.get(place, ()):
+                entry = saved[f"{place}.{key}"]
+                is_there = _fits(present.get(key), entry)
+                made[key] = present[key] if is_there else _make_moment(place, key, entry, parameter, group)
+            of_classes = {
+                key: value
+                for key, value in present.items()
+                if isinstance(value, Tensor) and key not in made and f"{place}.{key}" in keys
+            }
+            self._moments[id(parameter)] = made | of_classes
+            for key, tensor in (made | of_classes).items():
+                targets |= inner_tensors(f"{place}.{key}", tensor)
         return targets
+
+    def _needs_step(self, name: str, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]) -> bool:
+        """Whether only the optimizer can make a tensor of `saved`: in a group, of another class, or sharded its way."""
+        here = _group_tensors(name, optimizer)
+        places: dict[str, tuple[Tensor, dict[str, Any]]] = {}
+        for place, parameter, _ in self._named(name, optimizer):
+            places[place] = parameter, optimizer.state.get(parameter, {})
+        for full_name, entry in saved.items():
+            if not full_name.startswith(f"{name}.") or full_name in here:
+                continue
+            place, _, key = full_name.rpartition(".")
+            if place in places:
+                parameter, state = places[place]
+                is_sharded = isinstance(parameter, DTensor) and len(entry.size) > 0 and entry.size != parameter.shape
+                if is_sharded and not _fits(state.get(key), entry):
+                    return True
+            elif re.fullmatch(rf"{re.escape(name)}\.group_\d+", place):
+                return True
+            else:
+                outer, _, key = place.rpartition(".")
+                if outer in places and key not in places[outer][1]:
+                    return True
+        return False
 
     def values(self) -> dict[str, Any]:
         """Return the plain values of optimizers: all except tensors, states of other objects, and dicts."""
+        return self._encoded()[0]
+
+    def _encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the values, and the large tensors among them."""
         values: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
         for name, thing in self._objects.items():
-            if isinstance(thing, Optimizer):
-                values[name] = encode(self._optimizer_values(name, thing), name)
-            elif isinstance(thing, MutableMapping):
-                values[name] = encode(dict(thing), name)
-            elif not isinstance(thing, nn.Module):
-                values[name] = encode(thing.state_dict(), name)
-        return values
+            if isinstance(thing, nn.Module):
+                continue
+            if isinstance(thing, MutableMapping):
+                values[name] = encode(dict(thing), name, tensors)
+            else:
+                is_plain = _is_plain_optimizer(thing)
+                state = self._optimizer_values(name, thing) if is_plain else thing.state_dict()
+                values[name] = {"class": type(thing).__qualname__, "state": encode(state, name, tensors)}
+        return values, tensors
 
     def restore(self, values: dict[str, Any]) -> None:
         """Restore what `values` returned, and hand the optimizers their part of the last `targets`.
@@ -188,23 +438,51 @@ class ObjectsState:
                 f"the checkpoint holds values of {sorted(values)}, this state has {sorted(expected)}: use the names "
                 "that it was saved with"
             )
-        decoded = {name: decode(value) for name, value in values.items()}
-        for name, value in decoded.items():
+        decoded: dict[str, Any] = {}
+        for name, value in values.items():
             thing = self._objects[name]
-            if isinstance(thing, Optimizer):
-                _check_groups(name, thing, value)
+            if not isinstance(thing, MutableMapping):
+                if value["class"] != type(thing).__qualname__:
+                    raise CheckpointError(
+                        f"'{name}' of the checkpoint is a {value['class']}, this one a {type(thing).__qualname__}: use "
+                        "the same class, or begin a new run from the weights alone (load_weights_only)"
+                    )
+                value = value["state"]
+            decoded[name] = decode(value, self._loaded)
+            if _is_plain_optimizer(thing):
+                _check_groups(name, thing, decoded[name])
+                for number, key, *_ in self._surplus.get(name, ()):
+                    if key in decoded[name]["param_groups"][int(number)]:
+                        raise CheckpointError(
+                            f"'{name}' has a tensor as `{key}`, and in the checkpoint that is a number"
+                        )
         for name, value in decoded.items():
-            thing = self._objects[name]
-            if isinstance(thing, Optimizer):
-                self._restore_optimizer(name, thing, value)
-            elif isinstance(thing, MutableMapping):
-                thing.clear()
-                thing.update(value)
+            if any(place.startswith((f"{name}.", f"{name}[")) for place in self._loaded):
+                self._waiting[name] = value
             else:
-                thing.load_state_dict(value)
+                self._hand_over(name, value)
+
+    def finish(self) -> None:
+        """Restore the objects whose tensors have now been loaded."""
+        waiting, self._waiting, self._loaded = self._waiting, {}, {}
+        for name, value in waiting.items():
+            self._hand_over(name, value)
+
+    def _hand_over(self, name: str, value: Any) -> None:
+        thing = self._objects[name]
+        if _is_plain_optimizer(thing):
+            self._restore_optimizer(name, thing, value)
+        elif isinstance(thing, MutableMapping):
+            thing.clear()
+            thing.update(value)
+        else:
+            thing.load_state_dict(value)
 
     def _module_tensors(self, name: str, module: nn.Module) -> dict[str, Tensor]:
-        return {f"{name}.{key}": tensor for key, tensor in module_tensors(module).items()}
+        tensors: dict[str, Tensor] = {}
+        for key, tensor in module_tensors(module).items():
+            tensors |= inner_tensors(f"{name}.{key}", tensor)
+        return tensors
 
     def _named(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Yield the optimizer's parameters with their place in the checkpoint, and their group."""
@@ -239,15 +517,23 @@ class ObjectsState:
         return {"param_groups": groups, "state": state}
 
     def _restore_optimizer(self, name: str, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        for number, key, *_ in self._surplus.pop(name, ()):
+            optimizer.param_groups[int(number)].pop(key, None)  # made by a step that the saved optimizer had not taken
         for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
             group.update(saved)
         for place, parameter, _ in self._named(name, optimizer):
-            state = values["state"].get(place.removeprefix(f"{name}."), {}) | self._moments.pop(id(parameter), {})
+            plain = _moved(values["state"].get(place.removeprefix(f"{name}."), {}), parameter.device)
+            state = plain | self._moments.pop(id(parameter), {})
             if state:
                 optimizer.state[parameter] = state
             else:
                 # The saved optimizer had taken no step.
                 optimizer.state.pop(parameter, None)
+
+
+def _is_plain_optimizer(thing: Any) -> TypeGuard[Optimizer]:
+    """Whether torch's own `state_dict` tells the whole state: an optimizer with another one is asked for it."""
+    return isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -271,12 +557,12 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _group_tensors(name: str, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return tensors among the settings of parameter groups, such as a learning rate on the GPU."""
-    return {
-        f"{name}.group_{number}.{key}": value
-        for number, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if isinstance(value, Tensor)
-    }
+    tensors: dict[str, Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                tensors |= inner_tensors(f"{name}.group_{number}.{key}", value)
+    return tensors
 
 
 def _fits(present: Any, saved: TensorStorageMetadata) -> bool:
@@ -301,10 +587,41 @@ def _make_moment(
     return torch.zeros(saved.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
 
 
+def _take_empty_step(name: str, optimizer: Optimizer) -> None:
+    """Have an optimizer make its state by a step with gradients of zero. The parameters stay."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+    except Exception as error:
+        raise CheckpointError(
+            f"'{name}' ({type(optimizer).__name__}) makes its state in its first step, and a step without gradients "
+            f"failed ({type(error).__name__}: {error}). Have the optimizer take a step before loading"
+        ) from error
+    finally:
+        with torch.no_grad():
+            for parameter, value, gradient in kept:
+                parameter.copy_(value)
+                parameter.grad = gradient
+
+
 def _check_groups(name: str, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
     there, here = len(values["param_groups"]), len(optimizer.param_groups)
     if there != here:
         raise CheckpointError(f"'{name}' of the checkpoint has {there} parameter groups, this one {here}")
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return `value` with its tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if type(value) is deque:
+        return deque((_moved(item, device) for item in value), maxlen=value.maxlen)
+    return type(value)(_moved(item, device) for item in value) if type(value) in (list, tuple) else value
 
 
 class RandomState(msgspec.Struct):
@@ -345,6 +662,16 @@ def restore_random_state(state: RandomState) -> None:
     random.setstate((state.python_version, tuple(state.python_keys), state.python_gauss))
     if state.torch_cuda is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8))
+
+
+@contextlib.contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """Put the generators of this rank back at the end."""
+    state = capture_random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)
 
 
 def seed_everything(seed: int, *, step: int, rank: int) -> None:

@@ -1,13 +1,16 @@
 """State of plain PyTorch objects: every optimizer resumes bit for bit, and what cannot be saved is named."""
 
+import enum
 import subprocess
 import sys
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,10 +18,11 @@ from torch.optim import Optimizer
 
 from holdfast.errors import CheckpointError
 from holdfast.run.checkpoints import TRAINER_DIR
-from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
 from holdfast.trainer.checkpoint.state import ObjectsState, decode, encode
 from tests.builders.train_states import copied, same
 from tests.conftest import ModelFactory
+from tests.runs.processes import HANG_S
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -64,7 +68,8 @@ def everything(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, bytes]
         for key, value in sorted(state.items()):
             data = value.numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
             found.append((f"{number}.{key}", data))
-    return [*found, ("groups", repr(saved["param_groups"]).encode())]
+    saved["param_groups"] = [sorted(group.items()) for group in saved["param_groups"]]
+    return [*found, ("rest", repr({**saved, "state": None}).encode())]
 
 
 def tuned(kind: Callable[..., Optimizer], **options: Any) -> MakeOptimizer:
@@ -91,7 +96,47 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class OwnState(torch.optim.SGD):
+    """State that only its own `state_dict` tells: a number, and tensors large and small."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.calls, self.small, self.large = 0, torch.zeros(2), torch.zeros(600, 600)
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        self.small += self.calls
+        self.large += self.small[0]
+        for group in self.param_groups:
+            group["lr"] = 0.1 / float(self.large[0, 0])
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls, "small": self.small, "large": self.large}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.calls, self.small, self.large = (state_dict.pop(name) for name in ("calls", "small", "large"))
+        super().load_state_dict(state_dict)
+
+
+class OfGroups(torch.optim.SGD):
+    """Makes tensors in its groups, and lists of tensors among its state, at its first step, as Prodigy and SOAP do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["distance"] = group.get("distance", torch.zeros(())) + 0.5
+            group["kind"] = torch.float32
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    factors = self.state[parameter].setdefault("factors", [torch.zeros_like(parameter)])
+                    factors[0] += parameter.grad
+                    parameter.grad.add_(factors[0] * group["distance"])
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "own state_dict": tuned(OwnState, lr=0.1),
+    "tensors of groups": tuned(OfGroups, lr=0.1, momentum=0.9),
     "SGD momentum": tuned(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
     "AdamW fused": tuned(torch.optim.AdamW, lr=0.01, fused=True),
     "AdamW tensor lr": tuned(torch.optim.AdamW, lr=torch.tensor(0.01)),
@@ -196,8 +241,78 @@ def test_values_come_back_as_they_were(kind: str, tmp_path: Path) -> None:
     assert repr(found) == repr(VALUES[kind])
 
 
-def test_counters_survive() -> None:
+class Place(NamedTuple):
+    name: str
+    tokens: Tensor
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+
+
+def test_values_keep_their_class(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "counter": Counter("aab"),
+        "ordered": OrderedDict(b=1, a=2),
+        "default": defaultdict(list, {3: [torch.arange(3)]}),
+        "queue": deque([1, 2], maxlen=3),
+        "place": Place("é", torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)),
+        "phase": [Phase.WARM, torch.float16, torch.Size([2, 3])],
+        "numpy": np.random.default_rng(5).bit_generator.state,
+        "torch": torch.Generator().manual_seed(3).get_state(),
+        "empty": torch.zeros(0, 3, dtype=torch.int64),
+        "large": {"a.b": torch.randn(600, 600)},
+    }
+    save_state(tmp_path / "saved", {"values": values})
+    found: dict[str, Any] = {}
+    load_state_with_optimizer(tmp_path / "saved", {"values": found})
+    assert repr(found) == repr(values) and [type(one) for one in found.values()] == [
+        type(one) for one in values.values()
+    ]
+    assert torch.equal(found["large"]["a.b"], values["large"]["a.b"])
     assert decode(encode(Counter("aab"), "x")) == {"a": 2, "b": 1}
+    document = {"$namedtuple": ["no_such_module:Thing", []]}
+    with pytest.raises(CheckpointError, match="holds a no_such_module:Thing, which is not there"):
+        decode(document)
+
+
+@pytest.mark.parametrize("step_number", [7.0, True, -1, "7", None])
+def test_a_step_is_an_integer_from_0(step_number: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "checkpoints", {"values": {"a": 1}}) as checkpointer:
+        with pytest.raises(CheckpointError, match="a step must be an integer from 0, got "):
+            checkpointer.save(step_number)
+        checkpointer.save(np.int64(7))
+        checkpointer.wait()
+        assert checkpointer.load(np.int64(7)) == checkpointer.load() == 7
+
+
+def test_buffers_are_copied_at_the_call_and_the_first_save_is_checked(tmp_path: Path) -> None:
+    """`updated_by` copies the parameters later, when a forward pass may have changed the buffers."""
+
+    def start(seed: int) -> dict[str, Any]:
+        model = make_net(seed)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    state, other = start(0), start(1)
+    optimizer = state["optimizer"]
+    changed = threading.Event()
+    with Checkpointer(tmp_path / "checkpoints", state, updated_by=[optimizer], check=lambda: start(2)) as checkpointer:
+        step(state["model"], optimizer)
+        checkpointer.save(1)
+        stage = checkpointer._stage
+        checkpointer._stage = lambda tensors: stage(tensors) if changed.wait(HANG_S) else {}
+        step(state["model"], optimizer)
+        seen = state["model"].norm.running_mean.clone()
+        checkpointer.save(2)
+        state["model"](torch.randn(8, 4))
+        assert not torch.equal(seen, state["model"].norm.running_mean)
+        changed.set()
+    load_state_with_optimizer(tmp_path / "checkpoints/step_2", other)
+    assert torch.equal(other["model"].norm.running_mean, seen)
+    lossy = SimpleNamespace(state_dict=lambda: {"seen": next(counts)}, load_state_dict=lambda _: None)
+    counts = iter(range(9))
+    with pytest.raises(CheckpointError, match="does not bring everything back: .* lossy is not as saved"):
+        Checkpointer(tmp_path / "lossy", {"lossy": lossy}, check=lambda: {"lossy": lossy}).save(1)
 
 
 WITH_STATE = SimpleNamespace(state_dict=lambda: {"inner": [object()]}, load_state_dict=None)
@@ -208,18 +323,75 @@ class ExtraState(nn.Linear):
         return {"seen": 1}
 
 
-def lbfgs_after_a_step() -> dict[str, Any]:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+class OfAnotherClass(Tensor):
+    """A tensor of a class of its own, which does not say what it consists of."""
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 2)).square().sum()
-        loss.backward()
-        return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]
-    return {"model": model, "optimizer": optimizer}
+class TwoParts(Tensor):
+    """A tensor that consists of two others, as quantized ones do."""
+
+    @staticmethod
+    def __new__(cls, low: Tensor, high: Tensor) -> Self:
+        return Tensor._make_wrapper_subclass(cls, low.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, low: Tensor, high: Tensor) -> None:
+        self.low, self.high = low, high
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["low", "high"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
+
+
+class Halved(torch.optim.SGD):
+    """Keeps its state in a tensor of a class of its own, which only the optimizer can make."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                if "kept" not in self.state[parameter]:
+                    self.state[parameter]["kept"] = TwoParts(*torch.zeros(2, *parameter.shape))
+                kept = self.state[parameter]["kept"]
+                kept.low.add_(parameter.grad)
+                kept.high.sub_(kept.low)
+                parameter.grad.add_(kept.high)
+        return super().step(closure)
+
+
+def test_tensors_of_classes_of_their_own_are_kept_by_their_parts(tmp_path: Path) -> None:
+    def start(seed: int) -> tuple[nn.Module, Optimizer]:
+        model = make_net(seed)
+        return model, Halved(model.parameters(), lr=0.1)
+
+    model, optimizer = start(0)
+    losses = [step(model, optimizer) for _ in range(3)]
+    save_state(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    losses += [step(model, optimizer) for _ in range(3)]
+    model, optimizer = start(1)
+    load_state_with_optimizer(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    assert [step(model, optimizer) for _ in range(3)] == losses[3:]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_state_of_another_optimizer_or_scheduler_is_refused_by_name(kind: Any, tmp_path: Path) -> None:
+    def start(kind: Any, schedule: Any) -> dict[str, Any]:
+        model = make_net(0)
+        optimizer = kind(model.parameters(), lr=0.1)
+        return {"model": model, "optimizer": optimizer, "schedule": schedule(optimizer)}
+
+    constant, linear = torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR
+    save_state(tmp_path / "saved", start(kind, constant))
+    other = torch.optim.SGD if kind is torch.optim.AdamW else torch.optim.Adam
+    with pytest.raises(
+        CheckpointError, match=f"'optimizer' of the checkpoint is a {kind.__name__}, this one a {other.__name__}"
+    ):
+        load_state_with_optimizer(tmp_path / "saved", start(other, constant))
+    with pytest.raises(CheckpointError, match="'schedule' of the checkpoint is a ConstantLR, this one a LinearLR"):
+        load_state_with_optimizer(tmp_path / "saved", start(kind, linear))
 
 
 def with_global_state() -> dict[str, Any]:
@@ -234,15 +406,19 @@ def with_global_state() -> dict[str, Any]:
     [
         (lambda: {"thing": 3}, "'thing' is a int: a checkpoint takes modules, optimizers, dicts"),
         (lambda: {"a.b": {}}, "'a.b' has a dot"),
-        (lambda: {"values": {"x": {"y": [torch.zeros(1)]}}}, r"values.x.y\[0\] is a Tensor.*\.tolist\(\)"),
+        (lambda: {"values": {"x": ["\ud800"]}}, r"values.x\[0\]: character 0 of '.ud800' is half of a surrogate pair"),
+        (lambda: {"values": {"x": type("Pair", (tuple,), {"_fields": ()})()}}, "a Pair, which is not a class of the"),
+        (lambda: {"values": {"x": defaultdict(lambda: 1)}}, "a defaultdict whose factory has no name"),
+        (lambda: {"values": {"x": torch.zeros(1, device="meta")}}, "'values.x' is on the meta device"),
+        (lambda: {"model": nn.Linear(1, 1, device="meta")}, "'model.weight' is on the meta device"),
+        (lambda: {"model": nn.ParameterList([OfAnotherClass(torch.zeros(1))])}, "'model.0' is a OfAnotherClass"),
         (lambda: {"values": {"when": {1, 2}}}, "values.when is a set"),
         (lambda: {"thing": WITH_STATE}, r"thing.inner\[0\] is a object"),
         (lambda: {"model": nn.Sequential(ExtraState(1, 1))}, "the module '0' .ExtraState. has extra state"),
         (lambda: {"model": nn.ParameterList([torch.eye(2).to_sparse()])}, "'model.0' is a sparse tensor"),
-        (lbfgs_after_a_step, r"optimizer.state.model.weight.(al|old_dirs)\[0\] is a Tensor"),
         (with_global_state, "'optimizer' .SGD. keeps state under 'shared'"),
     ],
-    ids=["number", "dot", "tensor", "set", "object", "extra state", "sparse", "LBFGS", "global state"],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_cannot_be_saved_is_refused(make: Callable[[], dict[str, Any]], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
