@@ -393,10 +393,7 @@ def test_a_torn_model_never_samples_and_the_next_update_mends_it(client: Client,
         torn = _transfer(client, models / "c", tmp_path, cut=cut)
         seconds, frozen = time.monotonic() - begin, client.metric("holdfast_generated_tokens_total")
         served, health = client.weights(), client.http.get("/health")
-        refused = [
-            client.ask(max_tokens=1),
-            client.http.post("/v1/completions", json={"prompt": "abc"}),
-        ]
+        refused = [client.ask(max_tokens=1), client.http.post("/v1/completions", json={"prompt": "abc"})]
         sampled = client.metric("holdfast_generated_tokens_total")
         # Before anything is compared: what is in flight waits for this.
         mended = client.push(models / "b") if cut % 2 else _transfer(client, models / "b", tmp_path)

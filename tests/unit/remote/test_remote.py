@@ -385,8 +385,7 @@ class TestFetch:
         assert "Choose another step" not in str(caught.value) and "WARNING" not in "".join(said)
 
     @pytest.mark.parametrize(
-        ("method", "name"),
-        [("cat_file", "run/run.json"), ("get_file", "weights/step_1/model.safetensors")],
+        ("method", "name"), [("cat_file", "run/run.json"), ("get_file", "weights/step_1/model.safetensors")]
     )
     def test_a_fetch_that_was_cut_off_is_completed_by_the_next(
         self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, name: str

@@ -328,10 +328,7 @@ def test_settings_of_rotary_embeddings_keep_the_names_that_older_readers_know(
 
 
 def test_versions_bring_what_is_beside_the_weights_are_replaced_by_the_same_and_pruned(
-    publisher_of: PublisherOf,
-    tiny_model: ModelFactory,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
+    publisher_of: PublisherOf, tiny_model: ModelFactory, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model(), model)

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from holdfast.config.advantages import (
-    GROUP_ADVANTAGES,
-    MODEL_ADVANTAGES,
-    REWARD_ADVANTAGES,
-    SINGLE_ADVANTAGES,
-)
+from holdfast.config.advantages import GROUP_ADVANTAGES, MODEL_ADVANTAGES, REWARD_ADVANTAGES, SINGLE_ADVANTAGES
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.trainer.rl.advantages import dr_grpo, grpo, max_rl, online_dpo, opo, pass_at_k, reinforce_pp, rloo

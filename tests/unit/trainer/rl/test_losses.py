@@ -115,10 +115,7 @@ def test_the_bounds_of_a_correction_depend_on_type_and_level() -> None:
         ({"type": "cipso"}, "Did you mean 'cispo'.*Allowed: grpo, dr_grpo.*module:function"),
         ({"type": "policy_gradient", "clip_low": 0.1}, "clip_low' has no effect with loss.type = 'policy_gradient'"),
         ({"constant_tokens": 5}, "no effect without aggregation = 'constant'"),
-        (
-            {"type": "grpo", "args": {"a": 1}},
-            "args' has no effect .* belongs to 'module:function'",
-        ),
+        ({"type": "grpo", "args": {"a": 1}}, "args' has no effect .* belongs to 'module:function'"),
         ({"type": "a:b", "ratio_to": "old"}, "ratio_to' has no effect with loss.type = 'module:function'"),
         ({"type": "sft", "ratio_to": "old"}, "ratio_to' has no effect with loss.type = 'sft'"),
         ({"type": "cispo", "dual_clip": 3}, "dual_clip' has no effect with loss.type = 'cispo'"),
