@@ -276,7 +276,7 @@ class ObjectsState:
         self._objects = dict(objects)
         # State of optimizers that loading fills, by id of the parameter; `restore` hands it over.
         self._moments: dict[int, dict[str, Tensor]] = {}
-        # Of optimizers: (group, key, ...) of tensors in groups that the checkpoint does not have.
+        # Tensors in groups of optimizers that the checkpoint does not have: (group, key, ...) by optimizer.
         self._surplus: dict[str, list[list[str]]] = {}
         # Large tensors of values that loading fills, and what is to be restored from them then.
         self._loaded: dict[str, Tensor] = {}
