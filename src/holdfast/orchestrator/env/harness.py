@@ -16,7 +16,8 @@ of the last request and its answer, and adds more. An event loop has one server,
     POST /<rollout>/v1/chat/completions     one turn of the rollout
     GET  /<rollout>/v1/models               the only model
 
-The server refuses by name every parameter that would sample from another distribution than the run's.
+The server refuses by name every parameter that would sample from another distribution than the run's. A request with
+`stream` gets the finished answer as a stream of chunks.
 """
 
 from __future__ import annotations
@@ -60,7 +61,6 @@ REFUSALS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
 _ALLOWED: dict[str, Any] = {
     "n": 1,
-    "stream": False,
     "logprobs": False,
     "stop": [],
     "tool_choice": "auto",
@@ -74,7 +74,8 @@ _ALLOWED: dict[str, Any] = {
 _OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-_KNOWN = ("model", "messages", "tools", *_LIMITS, *_ALLOWED, *_WITHOUT_EFFECT)
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second has no effect
+_KNOWN = ("model", "messages", "tools", "stream", "stream_options", *_LIMITS, *_ALLOWED, *_WITHOUT_EFFECT)
 _MESSAGE_KEYS = ("role", "content", *MORE_KEYS)
 
 
@@ -89,11 +90,17 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: the run's)."""
+    """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: the run's).
+
+    `stream` and `include_usage` say how the answer is sent. The answer is the same, so they do not make two requests
+    differ.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     max_tokens: int | None
+    stream: bool = field(default=False, compare=False)
+    include_usage: bool = field(default=False, compare=False)
 
 
 def read_request(body: bytes, *, model: str) -> ChatRequest:
@@ -120,7 +127,25 @@ def read_request(body: bytes, *, model: str) -> ChatRequest:
         tools = check_tools(asked.get("tools"))
     except DataError as error:
         raise Refused("malformed", str(error)) from None
-    return ChatRequest(_messages(asked.get("messages")), tools, min(limits, default=None))
+    stream, include_usage = _streaming(asked)
+    return ChatRequest(_messages(asked.get("messages")), tools, min(limits, default=None), stream, include_usage)
+
+
+def _streaming(asked: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether the answer is streamed, and whether its usage too."""
+    stream, options = asked.get("stream", False), asked.get("stream_options")
+    if not isinstance(stream, bool):
+        raise Refused("parameter", f"stream must be true or false, got {shown(stream)}")
+    if options is None:
+        return stream, False
+    if not stream:
+        raise Refused("parameter", "stream_options needs stream = true: leave it out, or stream")
+    if not isinstance(options, Mapping) or any(not isinstance(value, bool | None) for value in options.values()):
+        raise Refused("parameter", f"stream_options must be an object of true and false, got {shown(options)}")
+    if unknown := [name for name in options if name not in _STREAM_OPTIONS]:
+        known = ", ".join(_STREAM_OPTIONS)
+        raise Refused("parameter", f"stream_options.{unknown[0]:.80} is not supported. Known: {known}")
+    return True, options.get("include_usage") is True
 
 
 def _check_parameter(name: str, value: Any) -> None:
@@ -219,6 +244,26 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
     }
 
 
+def chunks_of(completion: Mapping[str, Any], *, include_usage: bool) -> list[dict[str, Any]]:
+    """Return a completion as OpenAI streams it: role, text, calls, the reason of the end, and the usage if asked."""
+    [choice] = completion["choices"]
+    message = choice["message"]
+    text = message["content"]
+    deltas: list[dict[str, Any]] = [{"role": message["role"], "content": None if text is None else ""}]
+    if text:
+        deltas.append({"content": text})
+    deltas += [{"tool_calls": [{"index": place, **call}]} for place, call in enumerate(message.get("tool_calls", ()))]
+    ends = [*(None for _ in deltas), choice["finish_reason"]]
+    head = {**completion, "object": "chat.completion.chunk", "usage": None}
+    if not include_usage:
+        del head["usage"]
+    streamed = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": end, "logprobs": None}]}
+        for delta, end in zip([*deltas, {}], ends, strict=True)
+    ]
+    return [*streamed, {**head, "choices": [], "usage": completion["usage"]}] if include_usage else streamed
+
+
 MODEL = "policy"
 _ROUTES = {"chat/completions": "POST", "models": "GET"}
 
@@ -251,6 +296,9 @@ class ChatServer:
 
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
             status, body = await self._answer(request)
+            if isinstance(body, list):
+                text = "".join(f"data: {event}\n\n" for event in (*map(json.dumps, body), "[DONE]"))
+                return web.Response(text=text, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
             headers = {} if status == 200 else {"x-should-retry": "false"}  # OpenAI's clients heed it
             return web.json_response(body, status=status, headers=headers)
 
@@ -264,7 +312,8 @@ class ChatServer:
         finally:
             await runner.cleanup()
 
-    async def _answer(self, request: web.BaseRequest) -> tuple[int, dict[str, Any]]:
+    async def _answer(self, request: web.BaseRequest) -> tuple[int, dict[str, Any] | list[dict[str, Any]]]:
+        """Return status and body; a list is streamed."""
         given = request.headers.get("authorization", "")
         if not secrets.compare_digest(given.encode(errors="replace"), f"Bearer {self.api_key}".encode()):
             return 401, _error("the API key is not that of the endpoint", code="invalid_api_key")
@@ -273,10 +322,9 @@ class ChatServer:
         if rollout is None or _ROUTES.get(route) != request.method:
             asked = f"{request.method} {request.path[:200]}"
             _log.warning("a harness asks for %s, where no rollout is played", asked)
-            return 404, _error(
-                f"there is no {asked}: its rollout has ended, or the base URL of the rollout does not stand before "
-                "/chat/completions"
-            )
+            ended = "its rollout has ended, or the base URL of the rollout does not stand before /chat/completions"
+            told = ended if rollout is None else "this endpoint has only POST /chat/completions and GET /models"
+            return 404, _error(f"there is no {asked}: {told}")
         if request.method == "GET":
             return 200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -420,26 +468,33 @@ class _Rollout:
             self._turn.cancel()
             await asyncio.gather(self._turn, return_exceptions=True)
 
-    async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any]:
-        """Return the answer to a request, the same one to a retry. Raises Refused; HoldfastError if sampling failed."""
+    async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the answer to a request, the same one to a retry; as chunks, if the request asks for a stream.
+
+        Raises Refused; HoldfastError if sampling failed.
+        """
         try:
-            if self._turn is not None and is_retry and body == self._body:
-                return await asyncio.shield(self._turn)
             request = read_request(body, model=MODEL)
-            if self._turn is not None and self._num_replayed == len(self._outcomes):
-                await asyncio.wait([self._turn])  # the last request of the harness that died
-            if (known := self._replayed(request)) is not None:
-                return known
-            if self.is_answering:
-                told = "await one after the other, and play several conversations as several rollouts"
-                raise Refused("parallel", f"another request of this rollout is being answered: {told}")
-            self._body = body
-            self._turn = self._context.copy().run(asyncio.create_task, self._answer(request))
-            answer = await asyncio.shield(self._turn)
+            answer = await self._whole_answer(request, body, is_retry=is_retry)
         except Refused as refusal:
             self._counts[f"refused/{refusal.reason}"] += 1
             self.last_refusal = f" The last refusal: {refusal}"
             raise
+        return chunks_of(answer, include_usage=request.include_usage) if request.stream else answer
+
+    async def _whole_answer(self, request: ChatRequest, body: bytes, *, is_retry: bool) -> dict[str, Any]:
+        if self._turn is not None and is_retry and body == self._body:
+            return await asyncio.shield(self._turn)
+        if self._turn is not None and self._num_replayed == len(self._outcomes):
+            await asyncio.wait([self._turn])  # the last request of the harness that died
+        if (known := self._replayed(request)) is not None:
+            return known
+        if self.is_answering:
+            told = "await one after the other, and play several conversations as several rollouts"
+            raise Refused("parallel", f"another request of this rollout is being answered: {told}")
+        self._body = body
+        self._turn = self._context.copy().run(asyncio.create_task, self._answer(request))
+        answer = await asyncio.shield(self._turn)
         self._counts["answered"] += 1
         return answer
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from holdfast import Endpoint, HarnessEnvironment, Message, Score, Session, Task, TaskSeed
@@ -94,7 +95,13 @@ def test_a_conversation_is_one_sample_with_one_mask() -> None:
 def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None:
     refused: dict[str, dict[str, Any]] = {
         "n = 2 is not supported: leave it out, or 1": {"n": 2},
-        "stream = True is not supported: leave it out, or false": {"stream": True},
+        "stream must be true or false, got 1": {"stream": 1},
+        "stream_options needs stream = true": {"stream_options": {}},
+        "stream_options must be an object of true and false, got 3": {"stream": True, "stream_options": 3},
+        "stream_options.usage is not supported. Known: include_usage,": {
+            "stream": True,
+            "stream_options": {"usage": True},
+        },
         "logprobs = True is not supported": {"logprobs": True},
         "there is no parameter `top_logprobs`.": {"top_logprobs": 3},
         "Did you mean 'max_tokens'?": {"max_token": 3},
@@ -127,7 +134,8 @@ def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None
                 assert answer.status_code == 400 and answer.headers["x-should-retry"] == "false"
             assert (await client.post(path, json={})).status_code == 401
             assert (await client.get(path, headers=key)).status_code == 404
-            assert (await client.get(f"{endpoint.base_url}/embeddings", headers=key)).status_code == 404
+            answer = await client.post(f"{endpoint.base_url}/responses", headers=key)
+            assert answer.status_code == 404 and "this endpoint has only POST" in answer.json()["error"]["message"]
             models = await client.get(f"{endpoint.base_url}/models", headers=key)
             assert [one["id"] for one in models.json()["data"]] == [MODEL]
         await ask(endpoint, USER)
@@ -156,6 +164,52 @@ def test_a_rollout_is_one_conversation() -> None:
     session = session_of(["ba<|end|>", "c<|end|>"])
     play(session, script)
     assert session.request_counts == {"answered": 2, "refused/history": 5}
+
+
+async def streamed(endpoint: Endpoint, messages: list[Any], **more: Any) -> tuple[Any, list[Any]]:
+    """Return the completion that OpenAI's client builds from a stream, and the chunks."""
+    key, asked = endpoint.api_key, {"model": endpoint.model, "messages": messages, "tools": [TOOL], **more}
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0) as client:
+        async with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+            chunks = [event.chunk async for event in stream if event.type == "chunk"]
+        return await stream.get_final_completion(), chunks
+
+
+def test_a_stream_is_the_same_answer_in_chunks_and_sampled_once() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    call = called(WITH_TOOLS["qwen2_5"], "add", {"a": 1, "b": "é"})
+    turns = [f"So.\n{call}\n{call}<|im_end|>", f"{call}<|im_end|>", "3<|im_end|>"]
+    replies, messages = list[Any](), list[Any]([USER])
+
+    async def script(endpoint: Endpoint) -> None:
+        for _ in turns:
+            completion, chunks = await streamed(endpoint, messages)
+            again, _ = await streamed(endpoint, messages, extra_headers={"X-Stainless-Retry-Count": "1"})
+            assert again.to_dict() == completion.to_dict(), "a retry gets the same stream"
+            assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].object == "chat.completion.chunk"
+            ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+            assert ends[:-1] == [None] * (len(chunks) - 2) and chunks[-1].usage == completion.usage
+            replies.append(completion.choices[0])
+            calls = completion.choices[0].message.tool_calls or ()
+            results = [{"role": "tool", "content": "3", "tool_call_id": one.id} for one in calls]
+            messages.extend([completion.choices[0].message.model_dump(exclude_none=True), *results])
+        endpoint.restart()
+        first = await ask(endpoint, USER, tools=[TOOL])
+        told = [
+            one.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}}) for one in calls_of(0)
+        ]
+        assert first["content"] == "So." and first["tool_calls"] == told, "as without a stream"
+        assert (await streamed(endpoint, messages[:4]))[0].choices[0] == replies[1], "after a restart"
+
+    def calls_of(turn: int) -> list[Any]:
+        return replies[turn].message.tool_calls
+
+    session = session_of(turns, tokenizer=tokenizer)
+    play(session, script)
+    assert [one.finish_reason for one in replies] == ["tool_calls", "tool_calls", "stop"]
+    assert [one.message.content for one in replies] == ["So.", None, "3"]
+    assert [json.loads(one.function.arguments) for one in calls_of(0)] == [{"a": 1, "b": "é"}] * 2
+    assert len(session.texts) == 3 and session.request_counts == {"answered": 3}
 
 
 def test_two_requests_at_once_are_refused_and_a_repeated_one_is_answered_once() -> None:
