@@ -71,7 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(skips.Skips(config.rootpath / skips.NAME))
     gc.disable()  # until all is collected: as `heavy_imports` of every process does it, for modules of tests as well
     _cache = make_scratch(Path(tempfile.gettempdir()))  # also one that was killed leaves nothing for good
-    for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:  # settings of whoever runs the tests
+    kept = ("HOLDFAST_VERIFIERS_PYTHON",)
+    for name in [name for name in os.environ if name.startswith("HOLDFAST_") and name not in kept]:  # users' settings
         del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = "1"
     # A thread that waits for another sleeps: on busy cores one that spins keeps the other from its work.

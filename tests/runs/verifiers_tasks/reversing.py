@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ class Letters(vf.TaskData):
 
 class Settings(vf.TasksetConfig):
     num_letters: int = 26
+    fault: str = ""
 
 
 class Reverse(vf.Task[Letters]):
@@ -38,9 +40,19 @@ class Reverse(vf.Task[Letters]):
 
 class Reversing(vf.Taskset[Reverse, Settings]):
     def load(self) -> Iterable[Reverse]:
+        if self.config.fault == "raises":
+            raise FileNotFoundError("no such data")
+        if self.config.fault == "exits":
+            sys.exit("no key")
         letters = "abcdefghijklmnopqrstuvwxyz"[: self.config.num_letters]
         for first, second in itertools.pairwise(letters):
             yield Reverse(Letters(prompt=first + second, answer=second + first), self.config.task)
+
+    @classmethod
+    def toolsets(cls, config: Settings) -> list[Any]:
+        if config.fault == "starts":
+            raise RuntimeError("no port")
+        return []
 
 
 class AskerConfig(vf.HarnessConfig):
@@ -51,7 +63,7 @@ class AskerConfig(vf.HarnessConfig):
 
 
 class Asker(vf.Harness[AskerConfig]):
-    """Asks twice, in the process of the environment."""
+    """Asks twice, in the process of the environment; the second answer is streamed."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
@@ -65,13 +77,12 @@ class Asker(vf.Harness[AskerConfig]):
         headers = {"Authorization": f"Bearer {secret}"}
         async with httpx.AsyncClient(headers=headers, timeout=None, verify=False) as client:
             for question in ("again", None):
-                answer = await client.post(
-                    f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": chat, **more}
-                )
+                body = {"model": ctx.model, "messages": chat, "stream": question is None, **more}
+                answer = await client.post(f"{endpoint}/chat/completions", json=body)
                 if answer.is_error:
                     return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text)
-                chat.append(answer.json()["choices"][0]["message"])
                 if question is not None:
+                    chat.append(answer.json()["choices"][0]["message"])
                     chat.append({"role": "user", "content": question * (400 if fault == "full" else 1)})
                     await self._go_wrong(fault)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

@@ -203,11 +203,14 @@ class _Player:
                 found = json.loads(line)
                 if "failed" not in found:
                     return found["num_tasks"]
-                hint = _HINT if found.get("is_missing") else f"verifiers is that of {self._python}"
+                hint = _HINT if found.get("is_missing") else f"It ran in {self._python}"
                 raise ConfigError(f"{self._name}: {printable(found['failed'])}. {hint}")
         if process is not None and was_killed(process):
             raise PlayerDied(is_killed=True)
-        raise ConfigError(f"{self._name}: the process of '{self._python}' that was to play it ended; see its output")
+        code = "" if process is None else f" with exit code {process.returncode}"
+        raise ConfigError(
+            f"{self._name}: the process of '{self._python}' that was to play it ended{code}; see its output"
+        )
 
     def close(self) -> None:
         process, self._process, self._link = self._process, None, None

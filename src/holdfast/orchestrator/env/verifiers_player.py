@@ -21,7 +21,10 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +42,39 @@ class Refusal(Exception):  # untested: needs verifiers
         self.is_missing = is_missing
 
 
+@contextmanager
+def _others_code() -> Iterator[None]:  # untested: needs verifiers
+    """Turn errors of verifiers and of tasksets into a Refusal that names error and place."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - of others' code
+        place, cause = _place_of(error), error.__cause__ or error.__context__
+        # verifiers says that a taskset is missing if the taskset's own imports are.
+        if cause is not None and not place and (origin := _place_of(cause)):
+            place = f", after {_told(cause)}{origin}"
+        raise Refusal(f"{_told(error)}{place}") from None
+
+
+def _told(error: BaseException) -> str:  # untested: needs verifiers
+    lines = [line.strip() for line in str(error).splitlines() if "errors.pydantic.dev" not in line]
+    return f"{type(error).__name__}: {' '.join(lines).rstrip('.')}"
+
+
+def _place_of(error: BaseException) -> str:  # untested: needs verifiers
+    """Return ` (file:line)` of the taskset's code where an error came from; empty if verifiers refused something."""
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    installed = [place for place in places if "-packages/" in place[0]]
+    library = (sysconfig.get_path("stdlib"), __file__, "<")
+    own = [place for place in places if place not in installed and not place[0].startswith(library)]
+    others = [place for place in installed if not {"verifiers", "pydantic"}.intersection(Path(place[0]).parts)]
+    return "".join(f" ({name}:{line})" for name, line in (own or others)[-1:])
+
+
 class Player:  # untested: needs verifiers
     """One environment, whose rollouts ask the endpoints that come with them."""
 
     def __init__(self, env: dict[str, Any], select: dict[str, Any]) -> None:
-        """Load the environment and its tasks. Raises Refusal if verifiers refuses it, or it has no end."""
+        """Load the environment and its tasks. Raises Refusal if verifiers or the taskset fails, or it has no end."""
         try:
             version = importlib.metadata.version("verifiers")
         except importlib.metadata.PackageNotFoundError:
@@ -52,17 +83,15 @@ class Player:  # untested: needs verifiers
             told = f"verifiers {version} is installed in {sys.prefix}, and {VERSION}.x is supported"
             raise Refusal(told, is_missing=True)
         import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
-        from pydantic import ValidationError
 
         self._vf = vf
-        try:
+        with _others_code():
             self.env = vf.load_environment(vf.resolve_env_config(env))
             tasks = self.env.taskset.select(vf.SelectConfig.model_validate(select))
-        except (ValidationError, ValueError, TypeError, ImportError, AttributeError) as error:
-            raise Refusal(f"{type(error).__name__}: {error}") from None
         if not tasks.bounded:
             raise Refusal("its tasks have no end: bound them with args.select, such as select = { limit = 1000 }")
-        self.tasks = list(tasks)
+        with _others_code():  # a generator of tasks runs only now
+            self.tasks = list(tasks)
         if not self.tasks:
             raise Refusal("it has no tasks")
 
@@ -103,13 +132,15 @@ async def _serve(connection: socket.socket) -> None:  # untested: needs verifier
         say({"play": asked["play"], **found})
 
     start = json.loads(await reader.readline())
-    try:
-        player = Player(**start)
-    except Refusal as refusal:
-        say({"failed": str(refusal), "is_missing": refusal.is_missing})
-        await writer.drain()
-        return
-    async with player.env.serving():
+    async with AsyncExitStack() as serving:
+        try:
+            player = Player(**start)
+            with _others_code():
+                await serving.enter_async_context(player.env.serving())
+        except Refusal as refusal:
+            say({"failed": str(refusal), "is_missing": refusal.is_missing})
+            await writer.drain()
+            return
         say({"num_tasks": len(player.tasks)})
         while line := await reader.readline():
             asked = json.loads(line)

@@ -49,7 +49,7 @@ def test_an_interpreter_without_verifiers_is_refused_with_what_makes_one() -> No
     told = r"verifiers:x: args.python = '/nowhere/python' cannot be run \(No such file.*`uv venv verifiers-env"
     with pytest.raises(ConfigError, match=told):
         Verifiers("x", {"python": "/nowhere/python"})
-    with pytest.raises(ConfigError, match="the process of '/bin/false' that was to play it ended"):
+    with pytest.raises(ConfigError, match="the process of '/bin/false' that was to play it ended with exit code 1;"):
         Verifiers("x", {"python": "/bin/false"})
     if not find_spec("verifiers"):
         section = EnvironmentConfig(id="verifiers:x", args={"python": sys.executable})
@@ -62,9 +62,23 @@ def test_an_interpreter_without_verifiers_is_refused_with_what_makes_one() -> No
 
 @pytest.mark.launch
 @needs_verifiers
-def test_its_settings_are_those_of_verifiers(tmp_path: Path) -> None:
+def test_settings_are_those_of_verifiers_and_what_cannot_be_loaded_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="no_such_thing.*Extra inputs are not permitted"):
         Verifiers("reversing", {**args_of({}, tmp_path), "no_such_thing": 3})
+    for fault, told in {
+        "raises": r"FileNotFoundError: no such data \(.*/reversing.py:\d+\). It ran in ",
+        "exits": r"SystemExit: no key \(.*/reversing.py:\d+\)",
+        "starts": r"RuntimeError: no port \(.*/reversing.py:\d+\)",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^verifiers:reversing: {told}"):
+            Verifiers("reversing", {**args_of({}, tmp_path), "taskset": {"fault": fault}})
+    (tmp_path / "needy.py").write_text("import no_such_module\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    told = r"taskset 'needy' not found .*No module named 'no_such_module' \(.*/needy.py:1"
+    with pytest.raises(ConfigError, match=told):
+        Verifiers("needy", args_of({}, tmp_path))
     environment = Verifiers("reversing", {**args_of({}, tmp_path), "select": {"exclude": {"idx": ["0:2"]}}})
     assert environment.num_tasks == 7
     tasks = [environment.make_task(TaskSeed(0, "mine", index)) for index in range(14)]
