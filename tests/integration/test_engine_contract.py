@@ -270,6 +270,19 @@ def _check_openai_routes(http: httpx.Client, name: str) -> None:
     assert http.post("/v1/chat/completions", json=chat | end).json()["usage"]["completion_tokens"] == 1
     assert answers[2].json()["data"][0]["id"] == name
     assert http.post("/v1/completions", json=text | {"model": "another"}).status_code == 404
+    _check_openai_logprobs(http, chat | {"logprobs": True, "top_logprobs": 3}, text | {"logprobs": 3})
+
+
+def _check_openai_logprobs(http: httpx.Client, chat: dict[str, Any], text: dict[str, Any]) -> None:
+    """They are of the model's own distribution, or refused."""
+    answers = [http.post("/v1/completions", json=text | {"temperature": heat}).json() for heat in (0, 1)]
+    greedy, sampled = (answer["choices"][0]["logprobs"]["top_logprobs"][0].values() for answer in answers)
+    assert sorted(greedy)[-3:] == pytest.approx(sorted(sampled)[-3:], abs=1e-5)
+    for field, value in {"temperature": 0.7, "top_p": 0.1, "presence_penalty": 1.0, "logit_bias": {"5": 1.0}}.items():
+        for path, body in (("chat/completions", chat), ("completions", text)):
+            refused = http.post(f"/v1/{path}", json=body | {field: value})
+            assert refused.status_code == 400
+            assert f"logprobs with {field} = {{" in refused.text or f"logprobs with {field} = {value}" in refused.text
 
 
 def test_metrics_count_requests_tokens_and_busy_time(server: Served) -> None:

@@ -26,12 +26,13 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -39,12 +40,12 @@ from holdfast.chat.template import tool_format_of
 from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import InferenceConfig
 from holdfast.config.base import DeviceType
-from holdfast.errors import ConfigError, DataError
+from holdfast.errors import ConfigError, DataError, shown
 from holdfast.inference.access import RequestError
 from holdfast.inference.weights import read_label
 from holdfast.inference.worker import LOAD_FORMAT, prepare_engine_process
 from holdfast.process.events import report
-from holdfast.protocol.inference import Choice, GenerateRequest, SampledSpan
+from holdfast.protocol.inference import GENERATE_ROUTE, Choice, GenerateRequest, SampledSpan
 from holdfast.protocol.rollouts import Logprobs, TokenIds
 
 # On CPU: prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
@@ -60,6 +61,14 @@ _RESERVED = (
 )  # fmt: skip
 
 _request_ids = itertools.count()
+_OWN_REQUESTS = "generate-"
+"""The first letters of the ids of our own requests; vLLM's routes have others."""
+_UNCHANGED: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,), "repetition_penalty": (1.0,), "logit_bias": (None, {}), "min_tokens": (0,),
+    "allowed_token_ids": (None, []), "bad_words": (None, []), "thinking_token_budget": (None,),
+}  # fmt: skip
+"""Values of sampling parameters that leave the model's distribution as it is, or only take its best token."""
 
 _SWITCHES = ("disable-log-stats",)
 """Flags that vLLM has no `--no-` form of: false leaves them out."""
@@ -173,6 +182,38 @@ def end_turns(engine: AsyncLLM, tokenizer_dir: Path) -> None:
         known["eos_token_id"] = sorted({*([ends] if isinstance(ends, int) else ends), *stops})
 
 
+def refuse_other_logprobs(engine: AsyncLLM) -> None:
+    """Have vLLM's own routes refuse log-probabilities that would mean something else than vLLM documents.
+
+    vLLM's own are of the model's distribution, before temperature, cuts and penalties. This engine computes them after,
+    as the trainer needs them. Without changes to the distribution, and if the best token is taken, both are the same.
+    """
+    process_inputs = engine.input_processor.process_inputs
+
+    def checked(request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> EngineCoreRequest:
+        if isinstance(params, SamplingParams) and not request_id.startswith(_OWN_REQUESTS):
+            _check_logprobs(params)
+        return process_inputs(request_id, prompt, params, *more, **named)
+
+    engine.input_processor.process_inputs = checked  # type: ignore[method-assign]
+
+
+def _check_logprobs(params: SamplingParams) -> None:
+    """Raise VLLMValidationError if `params` asks for log-probabilities of a distribution that it changes."""
+    if params.logprobs is None and not params.logprob_token_ids:
+        return
+    changed = [name for name, values in _UNCHANGED.items() if getattr(params, name) not in values]
+    if changed:
+        told = " and ".join(f"{name} = {shown(getattr(params, name))}" for name in changed)
+        raise VLLMValidationError(
+            f"logprobs with {told} are not supported: clients expect log-probabilities of the model here, and this "
+            f"server has them only of the distribution that it samples from. Leave {' and '.join(changed)} out, or use "
+            f"temperature 0 without penalties, or leave logprobs out. POST {GENERATE_ROUTE} gives log-probabilities of "
+            "the changed distribution.",
+            parameter="logprobs",
+        )
+
+
 async def generate_one_token(engine: AsyncLLM) -> None:
     """Have the engine generate a token. Raise EngineDeadError or EngineGenerateError if it cannot."""
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -226,7 +267,7 @@ class VllmSampler:
         )
         prompt = tokens_input(request.token_ids)
         try:
-            async for output in self._engine.generate(prompt, params, f"generate-{next(_request_ids)}"):
+            async for output in self._engine.generate(prompt, params, f"{_OWN_REQUESTS}{next(_request_ids)}"):
                 choice = _choice(index, output.outputs[0])
                 if request.prompt_logprobs:
                     found: Any = output.prompt_logprobs

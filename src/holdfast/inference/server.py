@@ -40,6 +40,7 @@ from holdfast.inference.engine import (
     end_turns,
     generate_one_token,
     parse_arguments,
+    refuse_other_logprobs,
     running_engine,
     vllm_arguments,
 )
@@ -149,6 +150,7 @@ async def _serve(
         # Before the port answers: a server that cannot generate must not look well.
         await _check_first_token(engine)
         end_turns(engine, preflight.tokenizer_dir)
+        refuse_other_logprobs(engine)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
             VllmSampler(engine),
