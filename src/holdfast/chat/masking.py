@@ -505,7 +505,10 @@ class _Rendering:
         trained = self._trained(mask)
         if any(self._is_empty(ids) for ids in trained):
             found.append(_EMPTY)
-        found += _twice_ended(self._tokenizer, *trained)
+        # Phi-3's own template ends each turn twice: only ends that the data bring are told.
+        ends = [self._tokenizer.decode([token], skip_special_tokens=False) for token in self._tokenizer.stop_token_ids]
+        if any(end in answer for answer in answers for end in ends):
+            found += _twice_ended(self._tokenizer, *trained)
         stops = {*self._tokenizer.stop_token_ids}
         if any(stops.isdisjoint(ids) for ids in trained):
             found.append("a trained turn has no token that ends a turn, so that the model does not learn to stop there")

@@ -477,3 +477,7 @@ def test_a_trained_turn_with_two_end_tokens_is_told(said: str) -> None:
     told = [any("ends twice" in remark for remark in encoded.remarks) for encoded in (chat, *texts)]
     is_twice = said.startswith("a<")
     assert told == [is_twice, *2 * [is_twice and said != "a</s>"]], "EOS after a text is not added again"
+    ends_twice = TEMPLATES["chatml"].replace("<|im_end|>", "<|im_end|></s>")
+    by_template = make_chat_tokenizer("byte-level", ends_twice, adds_bos=False)
+    chat = encode_chat(Chat([{"role": "user", "content": "q"}, _answer(said)]), by_template)
+    assert any("ends twice" in remark for remark in chat.remarks) == ("<" in said)
