@@ -122,7 +122,7 @@ def read_section(kind: type[S], values: Mapping[str, Any], *, key: str = "") -> 
     except ValidationError as error:
         found = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_input=False)]
         raise ConfigError(
-            "; ".join(f"{key}{name}: {said.removeprefix('Value error, ')}" for name, said in found)
+            "; ".join(f"{key}{name}{':' if name else ''} {said.removeprefix('Value error, ')}" for name, said in found)
         ) from None
 
 

@@ -182,7 +182,7 @@ def hint_of_table(name: str, known: Iterable[str]) -> str:
     parts = given.split(".")
     for begin in range(len(parts)):
         entry = names.get(".".join(parts[begin:]))
-        if entry is None:
+        if entry is None or (begin > 0 and entry.get("only_at_top")):
             continue
         said = entry["said"]
         found = next((one for one in entry["settings"] if one in keys and one != given), None)

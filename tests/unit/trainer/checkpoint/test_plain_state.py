@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from holdfast.errors import CheckpointError
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
-from holdfast.trainer.checkpoint.state import ObjectsState, decode, encode
+from holdfast.trainer.checkpoint.plain_values import decode, encode
+from holdfast.trainer.checkpoint.state import ObjectsState
 from tests.builders.train_states import copied, same
 from tests.conftest import ModelFactory
 from tests.runs.processes import HANG_S
