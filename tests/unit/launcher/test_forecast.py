@@ -21,20 +21,8 @@ from holdfast.launcher.forecast import PlannedEngine, fit_gpu, forecast_alone, f
 from holdfast.launcher.launch import launch_training
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.process.gpus import Gpu
-from holdfast.run.forecast import (
-    GIB,
-    Collectives,
-    EngineSize,
-    Forecast,
-    Load,
-    NoForecast,
-    Peak,
-    Room,
-    Step,
-    crosses,
-    depths,
-    extended,
-)
+from holdfast.run import forecast as run_forecast
+from holdfast.run.forecast import GIB, Collectives, Forecast, Load, NoForecast, Peak, Room, Step, crosses, depths
 from holdfast.run.run_dir import RunDir
 
 Say = Callable[..., list[TrainingCommand]]
@@ -42,10 +30,8 @@ _ROW = Collectives({"all-gather": (4, 8 * GIB)})
 
 
 def _found(**parts: float) -> Forecast:
-    peaks = {
-        "backward 2": Peak({tag: int(size * GIB) for tag, size in parts.items()}),
-        "clipping": Peak({"moments": 1}),
-    }
+    sizes = {tag: int(size * GIB) for tag, size in parts.items()}
+    peaks = {"backward 2": Peak(sizes), "clipping": Peak({"moments": 1})}
     step = Step(peaks, _ROW, _ROW, Collectives({"all-reduce": (1, 8)}), 8 * 10**9, 8 * 10**9, 16 * 10**9, 147_456)
     return Forecast("Qwen3ForCausalLM", 8, 3, 8192, 2, step, {"--model.lora": 9 * GIB})
 
@@ -98,14 +84,11 @@ def test_a_step_that_does_not_fit(config: SftConfig, say: Say) -> None:
         forecast_alone(config)
 
 
-@pytest.mark.parametrize(
-    ("found", "told"),
-    [
-        (_found(parameters=8), "  fits: 8.0 GiB and 2 GiB for CUDA"),
-        (_found(parameters=30), r"warning: the step does not fit the GPU.* --model.lora: 9.0 GiB.* The run goes on."),
-        (HoldfastError("the check was killed by SIGINT. Give the command again"), "plan: none: .* by SIGINT\n$"),
-    ],
-)
+@pytest.mark.parametrize(("found", "told"), [
+    (_found(parameters=8), "  fits: 8.0 GiB and 2 GiB for CUDA"),
+    (_found(parameters=30), r"warning: the step does not fit the GPU.* --model.lora: 9.0 GiB.* The run goes on."),
+    (HoldfastError("the check was killed by SIGINT. Give the command again"), "plan: none: .* by SIGINT\n$"),
+])  # fmt: skip
 def test_a_run_that_starts(
     found: Any,
     told: str,
@@ -140,16 +123,13 @@ def test_an_unknown_gpu(config: SftConfig, say: Say, capsys: pytest.CaptureFixtu
         assert told in said and "1 row of up" in said
 
 
-@pytest.mark.parametrize(
-    ("shares", "card", "refusal"),
-    [
-        (False, 24, ""),
-        (False, 16, r"the engine does not fit: 14.9 GiB of weights.* first that does not fit: the weights"),
-        (True, 80, ""),
-        (True, 40, r"the engine does not fit"),  # its share, not all of the GPU
-        (True, 16, r"the step does not fit the GPU.*GiB for the engine"),
-    ],
-)
+@pytest.mark.parametrize(("shares", "card", "refusal"), [
+    (False, 24, ""),
+    (False, 16, r"the engine does not fit: 14.9 GiB of weights.* first that does not fit: the weights"),
+    (True, 80, ""),
+    (True, 40, r"the engine does not fit"),  # its share, not all of the GPU
+    (True, 16, r"the step does not fit the GPU.*GiB for the engine"),
+])  # fmt: skip
 def test_an_engine_beside(shares: bool, card: float, refusal: str, config: SftConfig, say: Say) -> None:
     model = {"name": "x", "dtype": "bfloat16", "max_len": 4096}
     engine = {"gpu_memory_utilization": 0.4 if shares else 0.9}
@@ -166,7 +146,7 @@ def test_an_engine_is_split_by_its_heads(config: SftConfig, say: Say) -> None:
     found = _found(parameters=8)
     found.step.heads = (32, 4)
     for ranks, parts in ((2, 2), (8, 4)):  # each GPU holds at least one head of keys
-        assert EngineSize(2, ranks, 100).needs(found.step) == (16e9 / ranks, 147_456 * 100 / parts)
+        assert run_forecast.EngineSize(2, ranks, 100).needs(found.step) == (16e9 / ranks, 147_456 * 100 / parts)
     engine = {"tensor_parallel_size": 3, "gpu_memory_utilization": 0.9}
     inference = InferenceConfig.model_validate({"model": {"name": "x", "dtype": "bfloat16"}, "engine": engine})
     say(found)
@@ -236,16 +216,13 @@ def test_what_cannot_be_driven_is_named(config: SftConfig, say: Say, capsys: pyt
         launch_training(config)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "found"),
-    [
-        ("a" * 36, (4, 6)),
-        ("a" * 6, None),
-        ("b" + "a" * 30, (4, 6)),  # the first layer of a mixture of experts
-        ("aaaaab" * 4 + "aa", (8, 14)),  # sliding windows
-        ("abcdefghijkl", None),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "found"), [
+    ("a" * 36, (4, 6)),
+    ("a" * 6, None),
+    ("b" + "a" * 30, (4, 6)),  # the first layer of a mixture of experts
+    ("aaaaab" * 4 + "aa", (8, 14)),  # sliding windows
+    ("abcdefghijkl", None),
+])  # fmt: skip
 def test_layers_follow_from_a_whole_pattern_of_them(kinds: str, found: tuple[int, int] | None) -> None:
     assert depths(kinds) == found
 
@@ -256,14 +233,13 @@ def test_layers_are_on_a_line() -> None:
         peaks = {"clipping": Peak({"moments": 8 * layers + 3})}
         return Step(peaks, row, row, Collectives(), 4 * layers, layers, 0, layers)
 
-    assert extended(step(4), step(6), (4, 6), 36) == step(36)
+    assert run_forecast.extended(step(4), step(6), (4, 6), 36) == step(36)
     assert not crosses(step(4), step(6)) and crosses(_found(logits=2).step, _found(gradients=3).step)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "card", "told"),
-    [(10**6, None, "no GPU is known here"), (10**8, None, "plan: 8 ranks"), (1, 8e10, "plan: 8 ranks")],
-)
+@pytest.mark.parametrize(("parameters", "card", "told"), [
+    (10**6, None, "no GPU is known here"), (10**8, None, "plan: 8 ranks"), (1, 8e10, "plan: 8 ranks"),
+])  # fmt: skip
 def test_a_small_model_without_a_gpu_takes_no_time(
     parameters: int, card: float | None, told: str, config: SftConfig, say: Say, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,9 +91,7 @@ def test_nccl_is_not_asked_to_send_to_the_gpu_that_sends() -> None:
     collective: dict[str, Any] = {"weights": {"transport": "collective"}}
     of_trainer: dict[str, Any] = {"trainer": collective}
     for settings, count in ((collective, 1), (of_trainer, 1), ({**collective, "share_gpus": True}, 2)):
-        assert "by NCCL, which takes a GPU only once, and an engine is on that GPU, too" in refusal(
-            settings, machine(count)
-        )
+        assert "by NCCL, which takes a GPU only once, and an engine is on that GPU" in refusal(settings, machine(count))
     assert names(placed(collective, machine(2))) == (["0"], [["1"]])
     apart = {**collective, "share_gpus": True, "inference": {"engines": 1}}
     assert names(placed(apart, machine(2))) == (["0", "1"], [["1"]])
@@ -135,16 +133,13 @@ def test_eight_gpus_are_divided_as_told() -> None:
     assert placement.environment(placement.engines[0])["CUDA_VISIBLE_DEVICES"] == "6"
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (ranks(8), "needs 1 for the engines and 8 for the trainer, and there are 8 GPUs: lower"),
-        ({**ranks(2), **tensor_parallel(1, engines=7)}, "needs 7 for the engines and 2 for the trainer"),
-        ({**ranks(9), "share_gpus": True}, "needs 8 for the engines and 9 for the trainer"),
-        (tensor_parallel(1, engines=9), "needs 9 for the engines and at least 1"),
-        ({"trainer": {"parallel": {"device": "cpu"}}, **tensor_parallel(9)}, "needs 9 for the engines and 0 for the"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    (ranks(8), "needs 1 for the engines and 8 for the trainer, and there are 8 GPUs: lower"),
+    ({**ranks(2), **tensor_parallel(1, engines=7)}, "needs 7 for the engines and 2 for the trainer"),
+    ({**ranks(9), "share_gpus": True}, "needs 8 for the engines and 9 for the trainer"),
+    (tensor_parallel(1, engines=9), "needs 9 for the engines and at least 1"),
+    ({"trainer": {"parallel": {"device": "cpu"}}, **tensor_parallel(9)}, "needs 9 for the engines and 0 for the"),
+])  # fmt: skip
 def test_what_does_not_fit_on_eight_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         placed(settings, machine(8))
@@ -211,10 +206,8 @@ gpus.version = version
 def started(program: str, output: Path, *flags: str, gpus: int, gb: float = 0, fault: str = "") -> Run:
     """Run a command to its end on a machine with so many GPUs; `gb`: the memory of each, unknown if 0."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    argv, environment = (
-        ["--output-dir", str(output), *flags],
-        environment | nvml_machine(gpus) | {"MADE_UP_GB": str(gb)},
-    )
+    argv = ["--output-dir", str(output), *flags]
+    environment |= nvml_machine(gpus) | {"MADE_UP_GB": str(gb)}
     return shared_commands().start(program, output, argv, environment=environment, fault=loading() + fault).wait()
 
 

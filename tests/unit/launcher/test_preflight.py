@@ -335,15 +335,12 @@ def test_the_lines_before_a_start_say_what_is_trained(tmp_path: Path) -> None:
     assert count_parameters(str(tmp_path)) == count_parameters(MODEL)
 
 
-@pytest.mark.parametrize(
-    ("row_tokens", "said"),
-    [
-        (6000, "prompts: each is computed once for its 8 answers; the longest group has 6,000 tokens"),
-        (5999, "is computed 2 times for its 8 answers, as 7 of them fit trainer.row_tokens = 5,999 with it"),
-        (4096, "is computed 2 times for its 8 answers, as 4 of them fit trainer.row_tokens = 4,096 with it, and all "),
-        (1000, "is computed 8 times for its 8 answers, as 1 of them fit"),
-    ],
-)
+@pytest.mark.parametrize(("row_tokens", "said"), [
+    (6000, "prompts: each is computed once for its 8 answers; the longest group has 6,000 tokens"),
+    (5999, "is computed 2 times for its 8 answers, as 7 of them fit trainer.row_tokens = 5,999 with it"),
+    (4096, "is computed 2 times for its 8 answers, as 4 of them fit trainer.row_tokens = 4,096 with it, and all "),
+    (1000, "is computed 8 times for its 8 answers, as 1 of them fit"),
+])  # fmt: skip
 def test_it_is_told_how_often_a_prompt_is_computed(row_tokens: int, said: str) -> None:
     tasks = {"environments": ENVIRONMENTS, "seq_len": 2500, "sampling": {"max_tokens": 500}}
     rl = rl_config({"row_tokens": row_tokens}, tasks)

@@ -22,14 +22,8 @@ from holdfast.config import RlConfig
 from holdfast.config.load import parse_command_line
 from holdfast.config.rl import hand_down_shared
 from holdfast.errors import ConfigError, InferenceError
-from holdfast.launcher.server_choice import (
-    Reservation,
-    Servers,
-    chosen_servers,
-    picks_its_port,
-    reserve,
-    reserve_first_free,
-)
+from holdfast.launcher import server_choice
+from holdfast.launcher.server_choice import Reservation, Servers, picks_its_port, reserve, reserve_first_free
 from holdfast.protocol.inference import ServedWeights
 from holdfast.run.run_dir import RunDir, directory_name
 from tests.runs.ports import free_port
@@ -58,7 +52,7 @@ class Launcher:
             self.config.orchestrator.client.urls = [f"http://{HOST}:{port}"]
 
     def choose(self, stack: ExitStack) -> Servers:
-        return stack.enter_context(chosen_servers(self.config, picks_port=self.picks))
+        return stack.enter_context(server_choice.chosen_servers(self.config, picks_port=self.picks))
 
     @property
     def port(self) -> int:

@@ -12,19 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from holdfast import errors
 from holdfast.config import SftConfig
-from holdfast.errors import (
-    NOT_SAVED,
-    STORAGE_FAILED,
-    DataError,
-    EnvironmentFailure,
-    InferenceError,
-    ProcessDied,
-    RunDirError,
-    SaveError,
-    TrainingError,
-    is_storage_failure,
-)
+from holdfast.errors import NOT_SAVED, STORAGE_FAILED, DataError, EnvironmentFailure, SaveError, is_storage_failure
 from holdfast.launcher import restarts
 from holdfast.launcher.restart_policy import StorageBackoff, fullest
 from holdfast.launcher.resume.attempt import Attempt
@@ -53,28 +43,27 @@ SHARED = [errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESH
 @pytest.mark.parametrize("number", [*DISK, *SHARED])
 def test_full_broken_read_only_and_lost_storages_are_storage_failures(number: int) -> None:
     assert is_storage_failure(OSError(number, "said"))
-    assert is_storage_failure(caused(SaveError("not saved"), caused(RunDirError("why"), OSError(number, "said"))))
+    assert is_storage_failure(caused(SaveError("no"), caused(errors.RunDirError("why"), OSError(number, "said"))))
     assert is_storage_failure(Exception(f"Error while serializing: I/O error: said (os error {number})"))
 
 
 @pytest.mark.parametrize("number", SHARED)
-@pytest.mark.parametrize("told", [InferenceError("gone"), EnvironmentFailure("gone"), httpx.ConnectError("gone")])
+@pytest.mark.parametrize(
+    "told", [errors.InferenceError("gone"), EnvironmentFailure("gone"), httpx.ConnectError("gone")]
+)
 def test_what_a_network_did_to_others_is_none(told: Exception, number: int) -> None:
     assert not is_storage_failure(caused(told, OSError(number, "said")))
     assert not is_storage_failure(caused(DataError("no such model"), caused(told, OSError(number, "said"))))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        PermissionError(errno.EACCES, "no"),
-        ConnectionRefusedError(errno.ECONNREFUSED, "no"),
-        Exception("Permission denied (os error 13)"),
-        SaveError("step 4 exists already"),
-        TrainingError("the loss is NaN"),
-        OSError("without a number"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    PermissionError(errno.EACCES, "no"),
+    ConnectionRefusedError(errno.ECONNREFUSED, "no"),
+    Exception("Permission denied (os error 13)"),
+    SaveError("step 4 exists already"),
+    errors.TrainingError("the loss is NaN"),
+    OSError("without a number"),
+])  # fmt: skip
 def test_other_errors_are_not(error: Exception) -> None:
     assert not is_storage_failure(error)
     assert not is_storage_failure(caused(SaveError("not saved"), error))
@@ -118,10 +107,8 @@ def test_a_process_says_so_by_its_exit_code_also_where_its_log_is_on_the_full_di
     code = f"{RAISE.format(how=how)}\n{end}"
     heard = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert heard.returncode == STORAGE_FAILED and "Traceback" not in heard.stderr, heard.stderr
-    assert (
-        re.match(r"\S+ test WARNING: about to fail\n\S+ test INFO failing\n", heard.stderr)
-        and heard.stdout == "on stdout\n"
-    )
+    assert re.match(r"\S+ test WARNING: about to fail\n\S+ test INFO failing\n", heard.stderr)
+    assert heard.stdout == "on stdout\n"
     message = "the storage failed at /disk/x: No space left on device" if how == "raise" else "batch 3 cannot be"
     assert f"error: {message}" in heard.stderr
     with open("/dev/full", "w") as full:
@@ -168,13 +155,10 @@ def test_the_wait_grows_up_to_a_limit_and_ends(clock: Callable[[float], None]) -
     assert delays == [1, 2, 4, 8, 16, 30, 30, 9]
 
 
-@pytest.mark.parametrize(
-    "failed",
-    [
-        [(0, 7, 1), (9, 8, 1), (9, 6, 1), (1, 8, None)],  # one second is left for step 8 and those before
-        [(0, 8, 1), (11, 6, 1), (9, 6, 1), (1, 6, None)],  # also where old steps were trained again meanwhile
-    ],
-)
+@pytest.mark.parametrize("failed", [
+    [(0, 7, 1), (9, 8, 1), (9, 6, 1), (1, 8, None)],  # one second is left for step 8 and those before
+    [(0, 8, 1), (11, 6, 1), (9, 6, 1), (1, 6, None)],  # also where old steps were trained again meanwhile
+])  # fmt: skip
 def test_the_time_begins_anew_with_a_step_that_was_never_trained_before(
     failed: list[tuple[float, int, float | None]], clock: Callable[[float], None]
 ) -> None:
@@ -203,7 +187,7 @@ _FAILS = "x" * 300
 @pytest.mark.usefixtures("restored_signals")
 def test_an_end_is_told_where_the_storage_fails(stands: Stands) -> None:
     trainer = f"os.makedirs('weights'); os.symlink({_FAILS!r}, 'weights/step_0'); sys.exit(1)"
-    with pytest.raises(ProcessDied, match="trainer ended with exit code 1"):
+    with pytest.raises(errors.ProcessDied, match="trainer ended with exit code 1"):
         stands.watch(heals=False, trainer=trainer)
 
 

@@ -108,18 +108,15 @@ def config(**parallel: object) -> SftConfig:
     return SftConfig(parallel=ParallelConfig.model_validate(parallel), output_dir=Path("run"))
 
 
-@pytest.mark.parametrize(
-    ("environment", "endpoint"),
-    [
-        (TORCHRUN, "head:29501"),
-        (SRUN, "gpu003:29745"),
-        (SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, "head:29500"),
-        (SRUN | {"SLURM_STEP_NODELIST": "a1,a2"}, "a1:29745"),
-        (SRUN | {"SLURM_STEP_NODELIST": "rack[1-2]-gpu"}, "rack1-gpu:29745"),
-        (PLAIN, "job-0.job:23456"),
-        (PLAIN | {"MASTER_ADDR": "fd00::1"}, "[fd00::1]:23456"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "endpoint"), [
+    (TORCHRUN, "head:29501"),
+    (SRUN, "gpu003:29745"),
+    (SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, "head:29500"),
+    (SRUN | {"SLURM_STEP_NODELIST": "a1,a2"}, "a1:29745"),
+    (SRUN | {"SLURM_STEP_NODELIST": "rack[1-2]-gpu"}, "rack1-gpu:29745"),
+    (PLAIN, "job-0.job:23456"),
+    (PLAIN | {"MASTER_ADDR": "fd00::1"}, "[fd00::1]:23456"),
+])  # fmt: skip
 def test_the_nodes_of_an_outer_launcher_are_those_of_the_run(environment: dict[str, str], endpoint: str) -> None:
     found, rank = with_outer_nodes(config(num_ranks=4), environment)
     assert (found.parallel.nodes, found.parallel.rdzv_endpoint, rank) == (2, endpoint, 1)
@@ -130,42 +127,36 @@ def test_the_nodes_of_an_outer_launcher_are_those_of_the_run(environment: dict[s
     assert (found.parallel.rdzv_endpoint, rank) == ("other:1", None), "an address that was given decides who leads"
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        {"MASTER_ADDR": "head", "MASTER_PORT": "1"},  # left in a shell
-        TORCHRUN | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
-        PLAIN | {"WORLD_SIZE": "1", "RANK": "0"},
-        {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"},  # a batch script, which srun has not started
-        SRUN | {"SLURM_STEP_NUM_NODES": "1"},
-    ],
-)
+@pytest.mark.parametrize("environment", [
+    {},
+    {"MASTER_ADDR": "head", "MASTER_PORT": "1"},  # left in a shell
+    TORCHRUN | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
+    PLAIN | {"WORLD_SIZE": "1", "RANK": "0"},
+    {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"},  # a batch script, which srun has not started
+    SRUN | {"SLURM_STEP_NUM_NODES": "1"},
+])  # fmt: skip
 def test_one_node_is_as_without(environment: dict[str, str]) -> None:
     found, rank = with_outer_nodes(config(), environment)
     assert (found.parallel.nodes, found.parallel.rdzv_endpoint, rank) == (1, None, None)
 
 
-@pytest.mark.parametrize(
-    ("environment", "says"),
-    [
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "torchrun starts several processes on a node"),
-        ({key: TORCHRUN[key] for key in TORCHRUN if key != "GROUP_RANK"}, "torchrun .* GROUP_RANK is not set"),
-        (TORCHRUN | {"GROUP_RANK": "one"}, "GROUP_RANK of torchrun should be a number, got 'one'"),
-        (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT of torchrun should be a number, got 'x'"),
-        ({"RANK": "0"}, "WORLD_SIZE, MASTER_PORT, MASTER_ADDR is not set"),
-        (PLAIN | {"LOCAL_RANK": "3"}, "several processes on a node"),
-        (PLAIN | {"LOCAL_WORLD_SIZE": "4"}, "several processes on a node"),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "16"}, "srun starts several processes on a node"),
-        (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
-        (SRUN | {"SLURM_STEP_NODELIST": "["}, "should be a list of hosts"),
-        (SRUN | {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID of srun should be a number, got 'x'"),
-        (SRUN | {"MASTER_PORT": "x"}, "srun gives its nodes should be HOST:PORT .* got 'gpu003:x'"),
-        (TORCHRUN | {"MASTER_PORT": "65535"}, "got 'head:65536'. Correct MASTER_ADDR and MASTER_PORT"),
-        (PLAIN | {"MASTER_ADDR": "a b"}, "got 'a b:23456'"),
-        (PLAIN | {"RANK": "2"}, "gives this node the rank 2, but the ranks of 2 nodes end at 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("environment", "says"), [
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "torchrun starts several processes on a node"),
+    ({key: TORCHRUN[key] for key in TORCHRUN if key != "GROUP_RANK"}, "torchrun .* GROUP_RANK is not set"),
+    (TORCHRUN | {"GROUP_RANK": "one"}, "GROUP_RANK of torchrun should be a number, got 'one'"),
+    (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT of torchrun should be a number, got 'x'"),
+    ({"RANK": "0"}, "WORLD_SIZE, MASTER_PORT, MASTER_ADDR is not set"),
+    (PLAIN | {"LOCAL_RANK": "3"}, "several processes on a node"),
+    (PLAIN | {"LOCAL_WORLD_SIZE": "4"}, "several processes on a node"),
+    (SRUN | {"SLURM_STEP_NUM_TASKS": "16"}, "srun starts several processes on a node"),
+    (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
+    (SRUN | {"SLURM_STEP_NODELIST": "["}, "should be a list of hosts"),
+    (SRUN | {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID of srun should be a number, got 'x'"),
+    (SRUN | {"MASTER_PORT": "x"}, "srun gives its nodes should be HOST:PORT .* got 'gpu003:x'"),
+    (TORCHRUN | {"MASTER_PORT": "65535"}, "got 'head:65536'. Correct MASTER_ADDR and MASTER_PORT"),
+    (PLAIN | {"MASTER_ADDR": "a b"}, "got 'a b:23456'"),
+    (PLAIN | {"RANK": "2"}, "gives this node the rank 2, but the ranks of 2 nodes end at 1"),
+])  # fmt: skip
 def test_what_is_half_said_is_refused(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         with_outer_nodes(config(), environment)

@@ -194,13 +194,10 @@ def test_a_request_that_was_refused_is_not_asked_again(fake: FakeJudge) -> None:
     assert caught.value.reason == "judge_refused" and len(fake.asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("status", "with_key", "said"),
-    [
-        (401, True, "Is the key in JUDGE_KEY right"), (403, False, "Name its key with api_key_env"),
-        (404, False, "Check `model`, and that `url`"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("status", "with_key", "said"), [
+    (401, True, "Is the key in JUDGE_KEY right"), (403, False, "Name its key with api_key_env"),
+    (404, False, "Check `model`, and that `url`"),
+])  # fmt: skip
 def test_a_judge_that_lets_nobody_in_ends_what_is_scored(
     fake: FakeJudge, status: int, with_key: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,22 +254,19 @@ def test_text_and_ending_of_an_answer_are_taken(server: FakeJudge) -> None:
     assert server.headers[-1]["authorization"] == f"Bearer {KEY}"
 
 
-@pytest.mark.parametrize(
-    ("answer", "error", "said"),
-    [
-        (JSONResponse({"error": f"wait, {KEY}"}, 429, {"Retry-After": "7"}), Unavailable, "429: .*wait, \\.\\.\\."),
-        (Response("down", 503), Unavailable, "answered 503: down"),
-        (Response("late", 408), Unavailable, "answered 408"),
-        (JSONResponse({"error": f"no {KEY}"}, 401), JudgeDenied, "answered 401: .*no \\.\\.\\."),
-        (Response(status_code=302, headers={"location": "http://x"}), JudgeFailure, "answered 302"),
-        (Response("x" * 9999, 400), JudgeFailure, "answered 400: x{500}$"),
-        (Response("hello"), JudgeFailure, "what is not a chat completion"),
-        (Response("[" * 100_000), JudgeFailure, "what is not a chat completion"),
-        (JSONResponse({"choices": []}), JudgeFailure, "with 0 choices, asked for was one"),
-        (Response(b"x" * (17 << 20)), JudgeFailure, "more than 16777216 bytes; the rest is not read"),
-        (Response(b"no gzip", headers={"content-encoding": "gzip"}), JudgeFailure, "DecodingError"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "error", "said"), [
+    (JSONResponse({"error": f"wait, {KEY}"}, 429, {"Retry-After": "7"}), Unavailable, "429: .*wait, \\.\\.\\."),
+    (Response("down", 503), Unavailable, "answered 503: down"),
+    (Response("late", 408), Unavailable, "answered 408"),
+    (JSONResponse({"error": f"no {KEY}"}, 401), JudgeDenied, "answered 401: .*no \\.\\.\\."),
+    (Response(status_code=302, headers={"location": "http://x"}), JudgeFailure, "answered 302"),
+    (Response("x" * 9999, 400), JudgeFailure, "answered 400: x{500}$"),
+    (Response("hello"), JudgeFailure, "what is not a chat completion"),
+    (Response("[" * 100_000), JudgeFailure, "what is not a chat completion"),
+    (JSONResponse({"choices": []}), JudgeFailure, "with 0 choices, asked for was one"),
+    (Response(b"x" * (17 << 20)), JudgeFailure, "more than 16777216 bytes; the rest is not read"),
+    (Response(b"no gzip", headers={"content-encoding": "gzip"}), JudgeFailure, "DecodingError"),
+])  # fmt: skip
 def test_bad_answers_are_told_not_keys(server: FakeJudge, answer: Response, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said) as caught:
         answered(server, answer)

@@ -153,10 +153,8 @@ def test_a_kill_between_rounds_changes_and_repeats_nothing(tmp_path: Path, engin
 
 
 def test_failed_groups_are_dropped_with_their_reason_and_counted_exactly(tmp_path: Path, engine: FakeEngine) -> None:
-    environments = [{"id": f"{__name__}:Fails", "name": "a", "on_error": "drop"}]
-    batches, again = (
-        made(tmp_path / name, engine, Fails, environments=environments, seq_len=64) for name in ("one", "two")
-    )
+    section = {"id": f"{__name__}:Fails", "name": "a", "on_error": "drop"}
+    batches, again = (made(tmp_path / name, engine, Fails, environments=[section], seq_len=64) for name in "ab")
     assert [tasks_of(batch) for batch in batches] == [[0, 2], [3, 5], [6, 7, 8], [9, 10, 11]]
     (failed,), (too_long,) = batches[0].dropped, batches[1].dropped
     assert (failed.task_id, failed.reason, failed.rollouts) == (1, "environment_error", 4)
@@ -167,7 +165,7 @@ def test_failed_groups_are_dropped_with_their_reason_and_counted_exactly(tmp_pat
     # The other sessions of a failed group are played to their end, so its tokens do not depend on timing.
     assert again[0].dropped == [failed]
     counts = {"environment_error": Counts(1, 4, failed.tokens), "prompt_too_long": Counts(1, 0, 0)}
-    assert totals(RunDir(tmp_path / "one")).dropped == counts
+    assert totals(RunDir(tmp_path / "a")).dropped == counts
     assert batches[0].metrics["groups/dropped/environment_error"] == 1.0
 
 

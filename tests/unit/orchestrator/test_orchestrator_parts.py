@@ -26,19 +26,9 @@ from holdfast.orchestrator.main import find_start
 from holdfast.orchestrator.state import OrchestratorState, TaskSeed, request_seed
 from holdfast.orchestrator.tasks import SessionSlots
 from holdfast.orchestrator.weight_sync import PublishedWeights, WeightPusher, describe_weights, wait_for_weights
+from holdfast.protocol import rollouts
 from holdfast.protocol.inference import Completion, GenerateRequest
-from holdfast.protocol.rollouts import (
-    Batch,
-    Dropped,
-    Logprobs,
-    LossMask,
-    Rewards,
-    Rollout,
-    Sampling,
-    StepRewards,
-    TokenIds,
-    VersionSpan,
-)
+from holdfast.protocol.rollouts import Batch, Dropped, Logprobs, Rewards, Rollout, Sampling, TokenIds, VersionSpan
 from holdfast.run import atomic, journal, manifest
 from holdfast.run.manifest import MANIFEST_NAME, Manifest
 from holdfast.run.run_dir import RunDir
@@ -46,14 +36,8 @@ from holdfast.run.weights import weights_digest
 from tests.builders.checkpoint_files import commit
 from tests.builders.sampled_rollouts import sampled_rollout
 from tests.runs.processes import HANG_S
-from tests.servers.orchestrator_fakes import (
-    STOP_TOKEN,
-    FakeEngine,
-    commit_checkpoint,
-    make_config,
-    publish_weights,
-    serving,
-)
+from tests.servers import orchestrator_fakes as fakes
+from tests.servers.orchestrator_fakes import FakeEngine, commit_checkpoint, make_config, publish_weights, serving
 
 
 def mix(weights: Mapping[str, float]) -> OrchestratorConfig:
@@ -114,7 +98,7 @@ def test_the_client_returns_choices_in_the_order_of_the_seeds(tmp_path: Path, mo
     assert engine.digest == weights_digest(run_dir.weights_of(0)) == describe_weights(run_dir, 0).digest
     answers = {choice["index"]: choice["token_ids"] for choice in engine._answer(engine.requests[0])["choices"]}
     assert [choice.token_ids.tolist() for choice in choices] == [answers[0], answers[1]]
-    assert all((choice.finish_reason == "stop") == (choice.token_ids[-1] == STOP_TOKEN) for choice in choices)
+    assert all((choice.finish_reason == "stop") == (choice.token_ids[-1] == fakes.STOP_TOKEN) for choice in choices)
     assert busy_s > 0
 
 
@@ -162,9 +146,7 @@ def test_weights_are_described_by_their_manifest_and_known_to_be_replaced(tmp_pa
         describe_weights(run_dir, 0)
 
 
-def test_weights_published_again_while_they_are_described_count_as_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_published_again_while_described_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path)
     publish_weights(run_dir, 0, b"zero")
 
@@ -344,9 +326,9 @@ def test_rewards_turns_and_quantiles_of_single_rollouts() -> None:
     expected = np.quantile(rewards, [0.1, 0.5, 0.9])
     assert [metrics[f"reward/a/{name}"] for name in ("p10", "p50", "p90")] == pytest.approx(expected)
     rollout = make_rollout(1.0)
-    rollout.step_rewards = StepRewards(TokenIds([1, 2]), Rewards([0.5, 2.0]))
+    rollout.step_rewards = rollouts.StepRewards(TokenIds([1, 2]), Rewards([0.5, 2.0]))
     rollout.token_ids, rollout.logprobs = TokenIds([1] * 7), Logprobs([0.0] * 7)
-    rollout.loss_mask = LossMask([False, True, True, False, True, False, False])
+    rollout.loss_mask = rollouts.LossMask([False, True, True, False, True, False, False])
     metrics = metrics_of([[rollout, make_rollout(0.0)]])
     assert (metrics["rollout/turns"], metrics["reward/steps_mean"]) == (1.5, 1.25)
     metrics = metrics_of([[make_rollout(0.5, exact=1.0)]])

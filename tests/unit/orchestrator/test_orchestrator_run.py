@@ -32,18 +32,8 @@ from tests.conftest import BASE
 from tests.models.chat_templates import FORGETFUL
 from tests.runs.environments import TwoTurns
 from tests.runs.processes import HANG_S
-from tests.servers.orchestrator_fakes import (
-    FakeEngine,
-    commit_checkpoint,
-    make_config,
-    publish_weights,
-    read_rollouts,
-    resumed_of,
-    rollouts_of,
-    run,
-    run_until,
-    serving,
-)
+from tests.servers import orchestrator_fakes as fakes
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, read_rollouts, rollouts_of, run, serving
 from tests.unit.orchestrator.client.test_teacher import FakeTeacher, expected_logprob
 from tests.unit.orchestrator.test_dynamic_sampling import checked_batches
 
@@ -110,7 +100,7 @@ def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path
             config = make_config(tmp_path / str(room), engine, environments=mix, max_steps=2, **common)
             config.client.max_concurrency = room
             found.append([batch.rollouts for batch in run(config)])
-        commit_checkpoint(RunDir(config.output_dir), 2)
+        fakes.commit_checkpoint(RunDir(config.output_dir), 2)
         changed = {"environments": [mix[0] | {"group_size": 1}, short | {"group_size": 3}], "ckpt": {"resume_step": 2}}
         later = run(make_config(config.output_dir, engine, max_steps=3, **changed, **common), start=2)[2]
     assert found[0] == found[1]
@@ -125,7 +115,7 @@ def test_every_environment_makes_its_rollouts_by_its_own_settings(tmp_path: Path
 
 def test_batches_after_the_checkpoint_are_not_made_again(tmp_path: Path, engine: FakeEngine) -> None:
     straight = rollouts_of(tmp_path / "straight", engine, max_steps=8)
-    assert resumed_of(tmp_path / "resumed", engine, at=3, stopped=5) == straight
+    assert fakes.resumed_of(tmp_path / "resumed", engine, at=3, stopped=5) == straight
     assert len(engine.requests) == 3 * 3
 
 
@@ -151,7 +141,7 @@ def test_without_the_older_weights_the_resumed_version_is_used_and_said(
     run_dir = RunDir(tmp_path)
     with serving(engine):
         run(make_config(tmp_path, engine, max_steps=5, async_level=2))
-        commit_checkpoint(run_dir, 3)
+        fakes.commit_checkpoint(run_dir, 3)
         set_aside_after(run_dir, 3, attempt=1)
         (run_dir.weights_of(1) / "manifest.json").unlink()
         run(make_config(tmp_path, engine, async_level=2, ckpt={"resume_step": 3}), start=3)
@@ -166,7 +156,7 @@ def test_a_killed_batch_reuses_what_was_sampled(tmp_path: Path, engine: FakeEngi
     with serving(engine):
         run(make_config(straight.path, engine, **settings))
         engine.requests.clear()
-        run_until(23, engine, make_config(killed.path, engine, **settings))
+        fakes.run_until(23, engine, make_config(killed.path, engine, **settings))
         before = killed.published_batches()
         run(make_config(killed.path, engine, **settings))
     assert before == [1]
@@ -175,16 +165,13 @@ def test_a_killed_batch_reuses_what_was_sampled(tmp_path: Path, engine: FakeEngi
     assert not list(killed.rollouts.glob("generations_*"))
 
 
-@pytest.mark.parametrize(
-    ("lie", "said"),
-    [
-        ({"lie_version": 1}, "given policy version 0 and reports version 1"),
-        ({"lie_digest": "0" * 32}, "was published with digest"),
-        ({"refuse": "tensor lm_head.weight is missing"}, "409: tensor lm_head.weight is missing"),
-        ({"model": "another/model"}, "serves the model 'another/model'"),
-        ({"token": "secret"}, "Set HOLDFAST_ADMIN_TOKEN"),
-    ],
-)
+@pytest.mark.parametrize(("lie", "said"), [
+    ({"lie_version": 1}, "given policy version 0 and reports version 1"),
+    ({"lie_digest": "0" * 32}, "was published with digest"),
+    ({"refuse": "tensor lm_head.weight is missing"}, "409: tensor lm_head.weight is missing"),
+    ({"model": "another/model"}, "serves the model 'another/model'"),
+    ({"token": "secret"}, "Set HOLDFAST_ADMIN_TOKEN"),
+])  # fmt: skip
 def test_an_engine_that_serves_something_else_is_refused(tmp_path: Path, lie: dict[str, object], said: str) -> None:
     engine = FakeEngine(**lie)  # type: ignore[arg-type]
     with serving(engine), pytest.raises(InferenceError, match=said):
@@ -228,14 +215,14 @@ def test_weights_that_are_published_again_while_an_engine_loads_them_are_loaded_
 ) -> None:
     run_dir = RunDir(tmp_path)
     contents = [b"once more", b"and again", b"and for ever", b"again"]
-    publish_weights(run_dir, 0, b"zero")
-    engine.before_update = lambda: publish_weights(run_dir, 0, contents.pop())
+    fakes.publish_weights(run_dir, 0, b"zero")
+    engine.before_update = lambda: fakes.publish_weights(run_dir, 0, contents.pop())
     engine.lie_digest = "0" * 32
     with serving(engine):
         with pytest.raises(InferenceError, match=r"step_0 was published again 3 times while it was loaded"):
             asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
         assert contents == [b"once more"] and run_dir.published_batches() == []
-        engine.before_update = lambda: publish_weights(run_dir, 0, contents.pop()) if contents else None
+        engine.before_update = lambda: fakes.publish_weights(run_dir, 0, contents.pop()) if contents else None
         engine.lie_digest = None
         asyncio.run(orchestrate(make_config(tmp_path, engine, max_steps=1)))
     assert caplog.text.count("was published again while it was loaded; loading it again") == 3 + 1
@@ -259,7 +246,7 @@ def test_a_resume_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
 
 def test_weights_of_another_version_are_refused(tmp_path: Path, engine: FakeEngine) -> None:
     run_dir = RunDir(tmp_path)
-    publish_weights(run_dir, 7, b"seven")
+    fakes.publish_weights(run_dir, 7, b"seven")
     run_dir.weights_of(7).rename(run_dir.weights_of(0))
     with serving(engine), pytest.raises(CheckpointError, match="holds weights of version 7, expected"):
         asyncio.run(orchestrate(make_config(tmp_path, engine)))
@@ -267,7 +254,7 @@ def test_weights_of_another_version_are_refused(tmp_path: Path, engine: FakeEngi
 
 def test_generation_goes_no_further_ahead_than_the_schedule(tmp_path: Path, engine: FakeEngine) -> None:
     run_dir = RunDir(tmp_path)
-    publish_weights(run_dir, 0, b"zero")
+    fakes.publish_weights(run_dir, 0, b"zero")
     with serving(engine), pytest.raises(InferenceError, match=r"published no .*step_1 within"):
         asyncio.run(orchestrate(make_config(tmp_path, engine, weights_timeout_s=0.1)))
     assert run_dir.published_batches() == [1, 2]
@@ -321,7 +308,7 @@ def test_sigterm_stops_the_process_cleanly(tmp_path: Path, engine: FakeEngine) -
             seen = process.stderr.readline()
             assert seen, "the process ended before it waited for weights"
         process.send_signal(signal.SIGINT)
-        publish_weights(RunDir(tmp_path), 0, b"zero")
+        fakes.publish_weights(RunDir(tmp_path), 0, b"zero")
         while not engine.requests:
             time.sleep(0.01)
             assert process.poll() is None, "the interrupt ended it"
@@ -398,7 +385,7 @@ def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, mo
         num_judged = len(teacher.requests)
         engine.requests.clear(), teacher.requests.clear()
         killed = configured(tmp_path / "killed", model, engine, teacher=section)
-        run_until(25, teacher, killed)
+        fakes.run_until(25, teacher, killed)
         run(killed)
     straight_run, killed_run = RunDir(straight.output_dir), RunDir(killed.output_dir)
     assert read_rollouts(straight_run, range(1, STEPS + 1)) == read_rollouts(killed_run, range(1, STEPS + 1))

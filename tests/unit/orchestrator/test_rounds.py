@@ -22,18 +22,8 @@ from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from tests.runs.environments import TwoTurns
-from tests.servers.orchestrator_fakes import (
-    FakeEngine,
-    commit_checkpoint,
-    make_config,
-    publish_weights,
-    read_rollouts,
-    resumed_of,
-    rollouts_of,
-    run,
-    run_until,
-    serving,
-)
+from tests.servers import orchestrator_fakes
+from tests.servers.orchestrator_fakes import FakeEngine, make_config, resumed_of, rollouts_of, run, run_until, serving
 from tests.unit.orchestrator.test_dynamic_sampling import checked_batches
 from tests.unit.orchestrator.test_workers import run as faulty_run
 
@@ -110,9 +100,7 @@ def test_a_trace_names_the_request_and_the_weights_of_every_sampled_token(tmp_pa
     assert versions >= {1, 2}
 
 
-def test_a_trace_asks_a_server_again_and_names_what_it_samples_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_asks_again_and_names_what_it_samples_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a proxy is not for the servers of a run
     engine = FakeEngine()
     rollouts_of(tmp_path, engine, max_steps=2, async_level=0)
@@ -172,10 +160,10 @@ def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batc
     engine = FakeEngine()
     with serving(engine):
         config = make_config(tmp_path / "killed", engine, max_steps=6, **common)
-        publish_weights(RunDir(config.output_dir), 0, b"start")
+        orchestrator_fakes.publish_weights(RunDir(config.output_dir), 0, b"start")
         run_until(killed_at, engine, config)
         run(config)
-    assert read_rollouts(RunDir(tmp_path / "killed"), range(1, 7)) == straight
+    assert orchestrator_fakes.read_rollouts(RunDir(tmp_path / "killed"), range(1, 7)) == straight
     most_in_flight = 3 * 3 * 4
     assert {one.level for _, rollouts in straight for one in rollouts} == {None, 0, 1}
     assert len(engine.asked) - most_in_flight <= len(undisturbed.asked)
@@ -265,7 +253,7 @@ def test_what_has_no_place_in_rounds_is_refused(tmp_path: Path) -> None:
 def test_open_groups_are_not_left_behind(tmp_path: Path) -> None:
     engine = FakeEngine()
     _in_rounds(tmp_path, engine, max_steps=3)
-    commit_checkpoint(RunDir(tmp_path), 3)
+    orchestrator_fakes.commit_checkpoint(RunDir(tmp_path), 3)
     for changes, said in (
         ({"schedule": "strict", "round_tokens": None}, r"\d groups are open after batch 3, which was made in rounds"),
         ({"group_size": 2}, "was drawn in rounds for a group of 4, which the settings have no more"),

@@ -131,9 +131,7 @@ def test_what_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_a_worker_that_is_killed_while_it_loads_is_loaded_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_killed_while_it_loads_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_players, "MOST_KILLED", 3)
     batches = run(tmp_path / "twice", {"1": "killed once"}, load="killed 2", workers=1)
     assert len(batches) == STEPS and not any(batch.dropped for batch in batches)

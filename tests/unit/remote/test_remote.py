@@ -185,16 +185,13 @@ def test_weights_go_when_no_kept_step_needs_them(here: RunDir, remote: RemoteChe
     assert remote.apply_retention(Retention(keep=1)) == [] and len(list((place / "weights").iterdir())) == 4
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("nowhere://bucket/prefix", "Protocol not known"),
-        ("abfs://container/prefix", "Install it: `pip install` the driver of abfs"),
-        ("s3://", "names no place"),
-        ("", "names no place"),
-        (__file__, "is a file: name a directory"),
-    ],
-)
+@pytest.mark.parametrize(("url", "message"), [
+    ("nowhere://bucket/prefix", "Protocol not known"),
+    ("abfs://container/prefix", "Install it: `pip install` the driver of abfs"),
+    ("s3://", "names no place"),
+    ("", "names no place"),
+    (__file__, "is a file: name a directory"),
+])  # fmt: skip
 def test_a_url_that_cannot_be_used_is_an_input_error(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         RemoteCheckpoints(url)
@@ -332,9 +329,7 @@ class TestFetch:
         with pytest.raises(CheckpointError, match=r"step_9 is a checkpoint of another run \(other\)"):
             prepare(SftConfig.model_validate(settings), clean=False, dry_run=False)
 
-    def test_a_rewind_that_is_cut_off_has_not_happened(
-        self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_rewind_cut_off_has_not_happened(self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         """The store goes first: a later step there would come back."""
         fetch(url, empty, 2)
         fetch(url, empty, 3)
@@ -364,15 +359,12 @@ class TestFetch:
         assert fetch(url, empty, 3, older_weights=2, say=said.append) == 3
         assert empty.published_weights() == [2] and "continuing without the weights of version 1" in "".join(said)
 
-    @pytest.mark.parametrize(
-        ("method", "name", "nth", "wanted"),
-        [
-            ("cat_file", "step_3/manifest.json", 2, "latest"),  # whose run it is
-            ("get_file", "step_3/trainer/.metadata", 1, "latest"),
-            ("get_file", "step_3/trainer/.metadata", 1, 3),
-            ("get_file", "weights/step_1/model.safetensors", 1, 3),
-        ],
-    )
+    @pytest.mark.parametrize(("method", "name", "nth", "wanted"), [
+        ("cat_file", "step_3/manifest.json", 2, "latest"),  # whose run it is
+        ("get_file", "step_3/trainer/.metadata", 1, "latest"),
+        ("get_file", "step_3/trainer/.metadata", 1, 3),
+        ("get_file", "weights/step_1/model.safetensors", 1, 3),
+    ])  # fmt: skip
     def test_a_store_that_fails_is_not_taken_for_damage(
         self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, name: str, nth: int, wanted: Any
     ) -> None:

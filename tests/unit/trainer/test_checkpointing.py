@@ -114,10 +114,9 @@ def start(run_dir: RunDir, mesh: Mesh) -> Start:
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-@pytest.mark.parametrize(
-    ("config", "saved"),
-    [({}, [7]), ({"interval": 3}, [3, 6, 7]), ({"interval": 7}, [7]), ({"interval": 1}, list(range(1, 8)))],
-)
+@pytest.mark.parametrize(("config", "saved"), [
+    ({}, [7]), ({"interval": 3}, [3, 6, 7]), ({"interval": 7}, [7]), ({"interval": 1}, list(range(1, 8))),
+])  # fmt: skip
 def test_it_saves_every_interval_and_the_final_step(
     config: dict[str, int], saved: list[int], save_async: bool, start: Start, run_dir: RunDir
 ) -> None:

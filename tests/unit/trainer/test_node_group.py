@@ -139,14 +139,11 @@ def test_nobody_begins_before_the_trainers_of_all_have_ended(nodes: Nodes) -> No
     joining.cancel()
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"parallel": {"num_ranks": 2}}, "parallel.num_ranks: 1 -> 2"),
-        ({"seed": 7}, "seed: 0 -> 7"),
-        ({"output_dir": Path("/elsewhere")}, "nodes write to other directories"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"parallel": {"num_ranks": 2}}, "parallel.num_ranks: 1 -> 2"),
+    ({"seed": 7}, "seed: 0 -> 7"),
+    ({"output_dir": Path("/elsewhere")}, "nodes write to other directories"),
+])  # fmt: skip
 def test_a_node_with_another_command_is_refused_with_both_names(
     nodes: Nodes, changes: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,15 +259,11 @@ def test_a_lost_node_that_asks_twice_comes_again_once(nodes: Nodes) -> None:
     node.end()
 
 
-@pytest.mark.parametrize(
-    ("others", "changes", "says"),
-    [
-        (0, {}, "1 of 2 nodes are here"),
-        (0, {"rank": 1, "endpoint": "localhost:1"}, "waiting for the head node"),
-        (2, {}, r"3 commands are here, and parallel\.nodes is 2"),
-    ],
-    ids=["too few", "no head", "too many"],
-)
+@pytest.mark.parametrize(("others", "changes", "says"), [
+    (0, {}, "1 of 2 nodes are here"),
+    (0, {"rank": 1, "endpoint": "localhost:1"}, "waiting for the head node"),
+    (2, {}, r"3 commands are here, and parallel\.nodes is 2"),
+], ids=["too few", "no head", "too many"])  # fmt: skip
 def test_nodes_wait_no_longer_than_is_set(nodes: Nodes, others: int, changes: dict[str, Any], says: str) -> None:
     endpoint = {"rdzv_endpoint": changes["endpoint"]} if changes else {}
     group = nodes.group(rank=changes.get("rank"), parallel={"rdzv_timeout_s": 0.2, **endpoint})
@@ -513,17 +506,14 @@ def test_a_node_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch, num
     assert node_rank(ParallelConfig(nodes=2, rdzv_endpoint="head")) == 1
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "place"),
-    [
-        ("head", ("head", 29400)),
-        ("head:29500", ("head", 29500)),
-        ("10.0.0.1:1", ("10.0.0.1", 1)),
-        ("[fd00::1]:29500", ("fd00::1", 29500)),
-        *((wrong, None) for wrong in ("", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1")),
-        *((wrong, None) for wrong in ("http://head", "me@head:1", "[fd00::1", "a..b:1")),
-    ],
-)
+@pytest.mark.parametrize(("endpoint", "place"), [
+    ("head", ("head", 29400)),
+    ("head:29500", ("head", 29500)),
+    ("10.0.0.1:1", ("10.0.0.1", 1)),
+    ("[fd00::1]:29500", ("fd00::1", 29500)),
+    *((wrong, None) for wrong in ("", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1")),
+    *((wrong, None) for wrong in ("http://head", "me@head:1", "[fd00::1", "a..b:1")),
+])  # fmt: skip
 def test_where_nodes_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str, place: tuple[str, int] | None) -> None:
     if place is None:
         with pytest.raises(ValueError, match="HOST:PORT"):

@@ -13,16 +13,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import AdamWConfig, MuonConfig, SftConfig, learning_rate, schedule_end
 from holdfast.errors import TrainingError
+from holdfast.trainer import optimizer as trainer_optimizer
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.tensor_names import DTYPES
-from holdfast.trainer.optimizer import (
-    build_optimizer,
-    check_finite,
-    clip_gradients,
-    hidden_matrices,
-    initial_moments,
-    update_parameters,
-)
+from holdfast.trainer.optimizer import build_optimizer, check_finite, clip_gradients, hidden_matrices, update_parameters
 from holdfast.trainer.rl.auxiliary_models import Ema
 from holdfast.trainer.session import Stopwatch, memory_gib
 from tests.conftest import ModelFactory
@@ -223,7 +217,7 @@ def test_what_is_kept_of_a_parameter_is_what_a_first_step_makes(tiny_model: Mode
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     for config in (MUON, AdamWConfig(), COMPACT, MUON.model_copy(update={"moments_dtype": "bfloat16"})):
         optimizer = build_optimizer(model, config)
-        made = {parameter: initial_moments(optimizer, parameter) for parameter in model.parameters()}
+        made = {parameter: trainer_optimizer.initial_moments(optimizer, parameter) for parameter in model.parameters()}
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         update_parameters(optimizer, lr=1e-3)

@@ -85,9 +85,7 @@ def test_a_page_grows_with_a_run(run_dir: RunDir, page: LivePage, port: int) -> 
     assert sorted(run_dir.path.rglob("*")) == there, "nothing was written"
 
 
-def test_files_that_cannot_be_read_leave_the_page_that_was_there(
-    run_dir: RunDir, page: LivePage, port: int, tmp_path: Path
-) -> None:
+def test_unreadable_files_leave_the_page_as_it_was(run_dir: RunDir, page: LivePage, port: int, tmp_path: Path) -> None:
     page.make()
     run_dir.metrics.rename(tmp_path / "kept")
     run_dir.metrics.mkdir()

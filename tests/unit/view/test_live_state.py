@@ -164,16 +164,13 @@ def test_the_bottleneck_is_said_in_words_where_something_tells(metrics: dict[str
     assert shown == said and bool(advice) == (found.part != "none")
 
 
-@pytest.mark.parametrize(
-    ("rounds", "advice"),
-    [
-        ([{}, {}], "a larger async_level, or with it orchestrator.schedule = 'rounds'"),
-        ([{"rounds/played": 9.0, "rounds/slots_used": 0.98}, {"rounds/played": 0.0, "rounds/slots_used": 0.0}],
-         "a larger orchestrator.client.max_concurrency"),
-        ([{"rounds/played": 9.0, "rounds/slots_used": 0.5}] * 2, "a larger async_level"),
-        ([{"rounds/played": 0.0, "rounds/slots_used": 0.0}], "a larger async_level"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rounds", "advice"), [
+    ([{}, {}], "a larger async_level, or with it orchestrator.schedule = 'rounds'"),
+    ([{"rounds/played": 9.0, "rounds/slots_used": 0.98}, {"rounds/played": 0.0, "rounds/slots_used": 0.0}],
+     "a larger orchestrator.client.max_concurrency"),
+    ([{"rounds/played": 9.0, "rounds/slots_used": 0.5}] * 2, "a larger async_level"),
+    ([{"rounds/played": 0.0, "rounds/slots_used": 0.0}], "a larger async_level"),
+])  # fmt: skip
 def test_the_advice_for_rounds_is_not_to_take_rounds(rounds: list[dict[str, float]], advice: str) -> None:
     metrics = RL | {"time/wait_for_batch": 6.0, "time/generate": 9.0}
     found = find_bottleneck([metrics | line for line in rounds])

@@ -146,16 +146,13 @@ def test_without_a_last_word_weights_say_the_end(run_command: Command, steps: Ru
     assert document(run_command, steps)["status"] == "finished"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "there is no run below outputs"),
-        (["nowhere"], "there is no directory nowhere (from "),
-        (["file"], "file holds no run: it has no run.json"),
-        (["a_run", "--interval", "0"], "--interval 0 is not allowed: give 0.05 to 3600 seconds"),
-        (["a_run", "--onc"], "unknown flag '--onc'. Did you mean '--once'?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "there is no run below outputs"),
+    (["nowhere"], "there is no directory nowhere (from "),
+    (["file"], "file holds no run: it has no run.json"),
+    (["a_run", "--interval", "0"], "--interval 0 is not allowed: give 0.05 to 3600 seconds"),
+    (["a_run", "--onc"], "unknown flag '--onc'. Did you mean '--once'?"),
+])  # fmt: skip
 def test_mistakes_are_one_message(words: list[str], said: str, refused: Refused, in_tmp_path: Path) -> None:
     (in_tmp_path / "file").touch()
     (in_tmp_path / "a_run").mkdir()

@@ -118,9 +118,7 @@ def test_files_of_another_machine_are_begun_anew(home: Path, tmp_path: Path) -> 
     assert run.steps("tensorboard") == {"history_1": [(5, 5.0), (6, 6.0), (7, 7.0)]}
 
 
-def test_a_run_that_wandb_resumes_takes_the_settings_of_the_new_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_wandb_resumes_takes_the_new_attempts_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where W&B has the earlier ones: here the library's own run of this process stands for that of the service."""
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_ERROR_REPORTING", "false")):
         monkeypatch.setenv(name, value)

@@ -213,39 +213,33 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
         launch_training(sft)
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--slurm",), "--slurm needs checkpoints"),
-        (("--slurm", "--ckpt.resume-step", "3"), "ckpt.resume_step = 3: with --slurm it is 'auto'"),
-        (("--slurm", "--ckpt", "--clean"), "--clean with --slurm would remove the run"),
-        (("--ckpt", "--slurm.time", "00:02:00"), "00:02:00 is over before .* 120 s"),
-        (("--slurm.nodes", "2", "--ckpt", "--parallel.nodes", "4"), r"parallel\.nodes = 4 and slurm\.nodes = 2: all"),
-        (("--slurm", "--ckpt", "--parallel.rdzv-endpoint", "head:1"), r"rdzv_endpoint = head:1 names one machine"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "reason"), [
+    (("--slurm",), "--slurm needs checkpoints"),
+    (("--slurm", "--ckpt.resume-step", "3"), "ckpt.resume_step = 3: with --slurm it is 'auto'"),
+    (("--slurm", "--ckpt", "--clean"), "--clean with --slurm would remove the run"),
+    (("--ckpt", "--slurm.time", "00:02:00"), "00:02:00 is over before .* 120 s"),
+    (("--slurm.nodes", "2", "--ckpt", "--parallel.nodes", "4"), r"parallel\.nodes = 4 and slurm\.nodes = 2: all"),
+    (("--slurm", "--ckpt", "--parallel.rdzv-endpoint", "head:1"), r"rdzv_endpoint = head:1 names one machine"),
+])  # fmt: skip
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_impossible_jobs_are_told(flags: tuple[str, ...], reason: str, more: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         launch_training(parsed_training("sft", tmp_path / "run", *flags, *more))
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--slurm.partition", "a\nb"), "must not hold line breaks"),
-        (("--slurm.partition", " "), "flag --slurm.partition must not be empty"),
-        (("--slurm.extra", '["rm -rf /"]'), "must be options such as --qos=high, got .*rm -rf"),
-        (("--slurm.time", "tomorrow"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
-        (("--slurm.time", "1:::2"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
-        (("--cluster", "ray://head"), "should be 'ray', 'ray://HOST:PORT' or 'slurm', got \"ray://head\""),
-        (("--slurm", "--ckpt", "--cluster", "ray"), "cluster = 'ray' and --slurm are two places"),
-        (("--cluster", "slurm"), r"needs an allocation \(SLURM_JOB_NODELIST is not set\)"),
-        (("--trainer.parallel.nodes", "2"), "without --cluster `rl` starts all on this machine"),
-        (("--cluster", "ray://127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: .*refused"),
-        (("--cluster", "ray", "--inference.server.host", "0.0.0.0"), "names one machine, and `cluster` chooses it"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "reason"), [
+    (("--slurm.partition", "a\nb"), "must not hold line breaks"),
+    (("--slurm.partition", " "), "flag --slurm.partition must not be empty"),
+    (("--slurm.extra", '["rm -rf /"]'), "must be options such as --qos=high, got .*rm -rf"),
+    (("--slurm.time", "tomorrow"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
+    (("--slurm.time", "1:::2"), "must be minutes, HH:MM:SS or D-HH:MM:SS"),
+    (("--cluster", "ray://head"), "should be 'ray', 'ray://HOST:PORT' or 'slurm', got \"ray://head\""),
+    (("--slurm", "--ckpt", "--cluster", "ray"), "cluster = 'ray' and --slurm are two places"),
+    (("--cluster", "slurm"), r"needs an allocation \(SLURM_JOB_NODELIST is not set\)"),
+    (("--trainer.parallel.nodes", "2"), "without --cluster `rl` starts all on this machine"),
+    (("--cluster", "ray://127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: .*refused"),
+    (("--cluster", "ray", "--inference.server.host", "0.0.0.0"), "names one machine, and `cluster` chooses it"),
+])  # fmt: skip
 def test_what_no_cluster_takes_is_refused(
     flags: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

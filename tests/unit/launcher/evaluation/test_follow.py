@@ -176,9 +176,7 @@ def test_others_work_is_waited_for(run_command: Command, tmp_path: Path, monkeyp
     assert run_command("evaluate", "--run", other.path, *flags)[0] == 128 + signal.SIGTERM
 
 
-def test_a_damaged_checkpoint_keeps_no_other_step_from_its_evaluation(
-    run_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_step_hinders_no_other(run_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = run_of(tmp_path / "run", 5, 10, model={"name": MODEL, "init": "random"})
     damaged = run_dir.checkpoint(5) / "a_first.txt"
     flip(damaged)

@@ -354,9 +354,7 @@ def test_every_process_is_handed_the_number_and_nothing_else(other: RunDir) -> N
     assert ckpt is not None and (ckpt.resume_step, ckpt.resume_dir) == (10, None)
 
 
-def test_checkpoints_without_a_run_are_not_taken_for_a_fresh_directory(
-    other: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_without_a_run_are_no_fresh_directory(other: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run_id = manifest.read_manifest(other.checkpoint(10)).run_id
     (other.path / "run.json").unlink()
     with pytest.raises(RunDirError, match="not there to compare with: continue with --ckpt.resume-step auto"):
@@ -481,10 +479,9 @@ def test_an_unchanged_run_trains_its_journal_again(killed: RunDir, capsys: pytes
     assert not killed.generations(10).exists() and (killed.discarded(3) / "rollouts" / "step_9").exists()
 
 
-@pytest.mark.parametrize(
-    ("token_id", "logprob", "said"),
-    [(10**6, -1.0, "token_ids holds 1000000, the model has"), (5, math.inf, "logprobs holds inf")],
-)
+@pytest.mark.parametrize(("token_id", "logprob", "said"), [
+    (10**6, -1.0, "token_ids holds 1000000, the model has"), (5, math.inf, "logprobs holds inf"),
+])  # fmt: skip
 def test_a_batch_that_nobody_can_have_sampled_is_made_again(
     killed: RunDir, token_id: int, logprob: float, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -591,21 +588,17 @@ def test_a_run_from_other_weights_must_name_its_reference(other: RunDir, new: Ru
     assert start_rl(config).resume_step is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [
-        ({"resume_step": 6}, [7, 8, 9]),
-        ({"trainer__max_steps": 200, "orchestrator__max_steps": 200}, [7, 8, 9]),
-        ({"orchestrator__client__timeout_s": 5.0, "inference__engines": 2}, [7, 8, 9]),
-        ({"inference__server__port": 8017, "inference__engine__max_num_seqs": 3}, [7, 8, 9]),
-        ({"orchestrator__group_size": 4}, []),
-        ({"inference__model__dtype": "bfloat16"}, []),
-        # Versions after 6 come out differently at another learning rate; batch 9 was sampled by version 7.
-        ({"trainer__optim__lr": 0.1}, [7, 8]),
-        ({"trainer__optim__schedule": "linear"}, [7, 8]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "kept"), [
+    ({"resume_step": 6}, [7, 8, 9]),
+    ({"trainer__max_steps": 200, "orchestrator__max_steps": 200}, [7, 8, 9]),
+    ({"orchestrator__client__timeout_s": 5.0, "inference__engines": 2}, [7, 8, 9]),
+    ({"inference__server__port": 8017, "inference__engine__max_num_seqs": 3}, [7, 8, 9]),
+    ({"orchestrator__group_size": 4}, []),
+    ({"inference__model__dtype": "bfloat16"}, []),
+    # Versions after 6 come out differently at another learning rate; batch 9 was sampled by version 7.
+    ({"trainer__optim__lr": 0.1}, [7, 8]),
+    ({"trainer__optim__schedule": "linear"}, [7, 8]),
+], ids=str)  # fmt: skip
 def test_what_makes_other_batches_makes_them_all_again_and_other_weights_those_behind_them(
     killed: RunDir, changes: dict[str, Any], kept: list[int]
 ) -> None:

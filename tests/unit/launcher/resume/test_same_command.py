@@ -13,14 +13,9 @@ from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import learning_rate
 from holdfast.errors import CheckpointError, RunDirError
 from holdfast.launcher.restart_policy import profile_lines
+from holdfast.launcher.resume import config_diff
 from holdfast.launcher.resume.attempt import Attempt, write_config
-from holdfast.launcher.resume.config_diff import (
-    compare_settings,
-    describe_stretch,
-    refuse_other_model,
-    refuse_other_tensors,
-    settings_of,
-)
+from holdfast.launcher.resume.config_diff import compare_settings, describe_stretch, refuse_other_tensors, settings_of
 from holdfast.launcher.resume.prepare import prepare
 from holdfast.run.run_dir import RunDir
 from tests.builders.launches import start_rl
@@ -95,15 +90,12 @@ def test_a_killed_run_without_a_step_goes_on_from_its_journal(run: RunDir, capsy
     assert run.published_batches() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"ckpt": CkptConfig()}, "again"),
-        ({"ckpt": CkptConfig(resume_step="auto")}, "again"),
-        ({"ckpt": CkptConfig(resume_step=5)}, "again with --ckpt.resume-step latest"),
-        ({"clean": True}, "again without --clean"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"ckpt": CkptConfig()}, "again"),
+    ({"ckpt": CkptConfig(resume_step="auto")}, "again"),
+    ({"ckpt": CkptConfig(resume_step=5)}, "again with --ckpt.resume-step latest"),
+    ({"clean": True}, "again without --clean"),
+])  # fmt: skip
 def test_an_attempt_knows_which_command_goes_on(run: RunDir, changes: dict[str, Any], said: str) -> None:
     _start(_sft(run))
     add_checkpoint(run, 5)
@@ -111,16 +103,13 @@ def test_an_attempt_knows_which_command_goes_on(run: RunDir, changes: dict[str, 
     assert prepare(config, clean=config.clean, dry_run=True).to_go_on == f"give the same command {said}"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"seed": 7}, "seed: 0 -> 7"),
-        ({"optim": {"lr": 0.5}}, "optim.lr: "),
-        ({"model": {"lora": {"rank": 4}}}, "model.lora.rank: "),
-        ({"max_steps": 50, "optim": {"schedule": "linear"}}, "optim.schedule: "),
-        ({"ckpt": {"init_from": "elsewhere"}}, "ckpt.init_from: unset -> elsewhere"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"seed": 7}, "seed: 0 -> 7"),
+    ({"optim": {"lr": 0.5}}, "optim.lr: "),
+    ({"model": {"lora": {"rank": 4}}}, "model.lora.rank: "),
+    ({"max_steps": 50, "optim": {"schedule": "linear"}}, "optim.schedule: "),
+    ({"ckpt": {"init_from": "elsewhere"}}, "ckpt.init_from: unset -> elsewhere"),
+])  # fmt: skip
 def test_other_settings_are_refused_and_nothing_moves(run: RunDir, changes: dict[str, Any], said: str) -> None:
     _start(_sft(run))
     _train(run, 7)
@@ -372,7 +361,7 @@ def test_the_number_of_slots_changes_what_rounds_compute() -> None:
 def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     for name, content in (("before.json", before), ("after.json", after)):
         (tmp_path / name).write_text(json.dumps(content))
-    refuse_other_model(
+    config_diff.refuse_other_model(
         tmp_path / "before.json", tmp_path / "after.json", model_name="my/model", what="the checkpoint of step 5"
     )
 
@@ -380,33 +369,30 @@ def _models(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> No
 def test_models_that_differ_in_nothing_that_shapes_them_are_accepted(tmp_path: Path) -> None:
     before = {"model_type": "qwen3", "hidden_size": 32, "head_dim": None, "attention_dropout": 0.0}
     _models(tmp_path, before, {"model_type": "qwen3", "hidden_size": 32, "head_dim": 8, "attention_dropout": 0.3})
-    refuse_other_model(tmp_path / "nowhere.json", tmp_path / "after.json", model_name="m", what="it")
+    config_diff.refuse_other_model(tmp_path / "nowhere.json", tmp_path / "after.json", model_name="m", what="it")
     with pytest.raises(CheckpointError, match="text_config.vocab_size: 5 -> 6"):
         _models(tmp_path, {"text_config": {"vocab_size": 5}}, {"text_config": {"vocab_size": 6}})
     (tmp_path / "before.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"before\.json or .*after\.json is not JSON"):
-        refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", what="it")
+        config_diff.refuse_other_model(tmp_path / "before.json", tmp_path / "after.json", model_name="m", what="it")
 
 
 _COMPACT = {"moments_dtype": "bfloat16"}
 _CRITIC = {"advantage": "gae", "critic": {}}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "says"),
-    [
-        ({}, _CRITIC, "critic: unset -> set"),
-        (_CRITIC, {}, "critic: set -> unset"),
-        ({"ema": {}}, {}, "ema: set -> unset"),
-        ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
-        ({"kl": {"refresh_interval": 3}}, {"kl": {}}, "kl.refresh_interval: 3 -> unset"),
-        ({}, {"optim": {"type": "muon"}}, "optim.type: 'adamw' -> 'muon'"),
-        (_CRITIC | {"critic": {"optim": {"type": "muon"}}}, _CRITIC, "critic.optim.type: 'muon' -> 'adamw'"),
-        ({}, {"optim": _COMPACT}, "  optim.moments_dtype: 'float32' -> 'bfloat16'"),
-        (_CRITIC | {"critic": {"optim": _COMPACT}}, _CRITIC, "critic.optim.moments_dtype: 'bfloat16' -> 'float32'"),
-        ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "says"), [
+    ({}, _CRITIC, "critic: unset -> set"),
+    (_CRITIC, {}, "critic: set -> unset"),
+    ({"ema": {}}, {}, "ema: set -> unset"),
+    ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
+    ({"kl": {"refresh_interval": 3}}, {"kl": {}}, "kl.refresh_interval: 3 -> unset"),
+    ({}, {"optim": {"type": "muon"}}, "optim.type: 'adamw' -> 'muon'"),
+    (_CRITIC | {"critic": {"optim": {"type": "muon"}}}, _CRITIC, "critic.optim.type: 'muon' -> 'adamw'"),
+    ({}, {"optim": _COMPACT}, "  optim.moments_dtype: 'float32' -> 'bfloat16'"),
+    (_CRITIC | {"critic": {"optim": _COMPACT}}, _CRITIC, "critic.optim.moments_dtype: 'bfloat16' -> 'float32'"),
+    ({}, {"kl": {"refresh_interval": 3}}, "kl.refresh_interval: unset -> 3"),
+])  # fmt: skip
 def test_other_tensors_than_before_are_refused(before: dict[str, Any], after: dict[str, Any], says: str) -> None:
     settings = settings_of(TrainerConfig.model_validate(before))
     with pytest.raises(CheckpointError) as caught:

@@ -69,30 +69,27 @@ def stop_inside(answer: dict[str, Any]) -> None:
 _OTHER_REASON = {"stop": "length", "length": "stop"}
 
 
-@pytest.mark.parametrize(
-    ("alter", "said"),
-    [
-        (lambda answer: answer["choices"].pop(), r"answered 4 seeds with the choices \[1, 2, 3\]"),
-        (lambda answer: answer["choices"].append(answer["choices"][0]), r"the choices \[0, 1, 2, 3, 3\]"),
-        (whole("logprobs", lambda one: one["logprobs"][:-1]), r"token ids with \d+ logprobs"),
-        (whole("token_ids", lambda one: []), "it has 0 token ids"),
-        (one("logprobs", 3.5), "logprobs holds 3.5, allowed are numbers from -1000 up to 0"),
-        (one("logprobs", 1e39), "(logprobs holds inf|not Logprobs)"),
-        (one("logprobs", True), "logprobs holds 1, allowed"),
-        (one("logprobs", -1e38), "logprobs holds -1e[+]38, allowed"),
-        (one("token_ids", VOCAB_SIZE), f"token_ids holds {VOCAB_SIZE}, the model has {VOCAB_SIZE} tokens"),
-        (one("token_ids", -1), "token_ids holds -1, allowed are 0 and above"),
-        (one("token_ids", 2**31), "not TokenIds"),
-        (spans((0, 1), (3, 0)), "(does not name the policy version|versions holds)"),
-        (spans((0, 0), (-3, 0)), "versions holds {version: 0, start: -3, end: "),
-        (whole("versions", lambda one: [one["versions"][0] | {"end": len(one["token_ids"]) + 5}]), "end: "),
-        (whole("versions", lambda one: [one["versions"][0] | {"version": -1}]), "version: -1"),
-        (lambda answer: answer.update(version=99), "says that version 99 answered, and its choices are of version 0"),
-        (whole("finish_reason", lambda one: "banana"), "finish_reason is 'banana', allowed are stop and length"),
-        (whole("finish_reason", lambda one: _OTHER_REASON[one["finish_reason"]]), "finish_reason is '(stop|length)' a"),
-        (stop_inside, "stop tokens (are )?at [[]0"),
-    ],
-)
+@pytest.mark.parametrize(("alter", "said"), [
+    (lambda answer: answer["choices"].pop(), r"answered 4 seeds with the choices \[1, 2, 3\]"),
+    (lambda answer: answer["choices"].append(answer["choices"][0]), r"the choices \[0, 1, 2, 3, 3\]"),
+    (whole("logprobs", lambda one: one["logprobs"][:-1]), r"token ids with \d+ logprobs"),
+    (whole("token_ids", lambda one: []), "it has 0 token ids"),
+    (one("logprobs", 3.5), "logprobs holds 3.5, allowed are numbers from -1000 up to 0"),
+    (one("logprobs", 1e39), "(logprobs holds inf|not Logprobs)"),
+    (one("logprobs", True), "logprobs holds 1, allowed"),
+    (one("logprobs", -1e38), "logprobs holds -1e[+]38, allowed"),
+    (one("token_ids", VOCAB_SIZE), f"token_ids holds {VOCAB_SIZE}, the model has {VOCAB_SIZE} tokens"),
+    (one("token_ids", -1), "token_ids holds -1, allowed are 0 and above"),
+    (one("token_ids", 2**31), "not TokenIds"),
+    (spans((0, 1), (3, 0)), "(does not name the policy version|versions holds)"),
+    (spans((0, 0), (-3, 0)), "versions holds {version: 0, start: -3, end: "),
+    (whole("versions", lambda one: [one["versions"][0] | {"end": len(one["token_ids"]) + 5}]), "end: "),
+    (whole("versions", lambda one: [one["versions"][0] | {"version": -1}]), "version: -1"),
+    (lambda answer: answer.update(version=99), "says that version 99 answered, and its choices are of version 0"),
+    (whole("finish_reason", lambda one: "banana"), "finish_reason is 'banana', allowed are stop and length"),
+    (whole("finish_reason", lambda one: _OTHER_REASON[one["finish_reason"]]), "finish_reason is '(stop|length)' a"),
+    (stop_inside, "stop tokens (are )?at [[]0"),
+])  # fmt: skip
 def test_what_cannot_have_been_sampled_is_refused_and_not_kept(tmp_path: Path, alter: Alter, said: str) -> None:
     engine, run_dir = FakeEngine(alter=alter), RunDir(tmp_path)
     with serving(engine), pytest.raises(InferenceError, match=said):
@@ -198,16 +195,12 @@ def test_the_pause_a_server_asks_for_is_kept_up_to_a_limit(tmp_path: Path, monke
     assert first >= 1.0 and second >= 1.5 and third >= 0.4
 
 
-@pytest.mark.parametrize(
-    ("failure", "pauses", "over_s"),
-    [
-        (Unavailable("busy"), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 900),
-        (Unavailable("busy", retry_after_s=7), [7] * 9, 900),
-        (Unavailable("busy", retry_after_s=3600), [60] * 9, 900),
-        (Unavailable("fails", retry_for_s=_RETRY_FAILING_S), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 120),
-    ],
-    ids=["busy", "asks for a pause", "asks for a long one", "500"],
-)
+@pytest.mark.parametrize(("failure", "pauses", "over_s"), [
+    (Unavailable("busy"), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 900),
+    (Unavailable("busy", retry_after_s=7), [7] * 9, 900),
+    (Unavailable("busy", retry_after_s=3600), [60] * 9, 900),
+    (Unavailable("fails", retry_for_s=_RETRY_FAILING_S), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5], 120),
+], ids=["busy", "asks for a pause", "asks for a long one", "500"])  # fmt: skip
 def test_the_pauses_and_their_end_are_those_of_the_documentation(
     monkeypatch: pytest.MonkeyPatch, failure: Unavailable, pauses: list[float], over_s: float
 ) -> None:
@@ -283,14 +276,11 @@ def test_what_a_server_says_is_one_harmless_line(tmp_path: Path) -> None:
 _NO_SERVERS = ("127.0.0.1:8000", "http://", f"http://{'a' * 70}:1", "http://[::1", "http://host/ x")
 
 
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        *((url, "must be the URL of a server") for url in _NO_SERVERS),
-        ("http://host/?a=b", "without '[?]'"),
-        ("http://user:S3CRET@host", "must not hold a user name or password"),
-    ],
-)
+@pytest.mark.parametrize(("url", "said"), [
+    *((url, "must be the URL of a server") for url in _NO_SERVERS),
+    ("http://host/?a=b", "without '[?]'"),
+    ("http://user:S3CRET@host", "must not hold a user name or password"),
+])  # fmt: skip
 def test_urls_are_checked_before_anything_starts(url: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ClientConfig(urls=[url])

@@ -187,10 +187,9 @@ def test_engines_that_stay_away_end_the_run(tmp_path: Path, expected: object, mo
     assert ended.value.exit_code == 3
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    [("model", "a/b", "serves the model 'a/b'"), ("owner", "another run", "owned by the run in node:/elsewhere")],
-)
+@pytest.mark.parametrize(("field", "value", "reason"), [
+    ("model", "a/b", "serves the model 'a/b'"), ("owner", "another run", "owned by the run in node:/elsewhere"),
+])  # fmt: skip
 def test_an_engine_that_comes_and_is_another_ends_the_run(tmp_path: Path, field: str, value: str, reason: str) -> None:
     late, other = FakeEngine(is_away=True), FakeEngine()
 

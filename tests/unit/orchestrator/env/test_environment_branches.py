@@ -11,17 +11,9 @@ from tokenizers import Tokenizer as Backend
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, DataError
+from holdfast.orchestrator.env import interface
 from holdfast.orchestrator.env.guard import step_rewards
-from holdfast.orchestrator.env.interface import (
-    Environment,
-    HistoryRewritten,
-    Message,
-    Score,
-    Session,
-    SessionFull,
-    Task,
-    TaskSeed,
-)
+from holdfast.orchestrator.env.interface import Environment, Message, Score, Session, SessionFull, Task, TaskSeed
 from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.protocol.rollouts import Rewards, StepRewards, TokenIds
 from tests.builders.scripted_sessions import Asked, scripted_session
@@ -172,7 +164,7 @@ def test_the_room_is_that_of_a_branch_and_branches_are_counted() -> None:
 
 def test_a_session_that_began_with_text_is_refused_where_it_would_have_to_split() -> None:
     turns = [f"{THOUGHT}No.", "Yes."]
-    with pytest.raises(HistoryRewritten, match=r"Give the prompt as messages, or set `history = \"keep\"`"):
+    with pytest.raises(interface.HistoryRewritten, match=r"Give the prompt as messages, or set `history = \"keep\"`"):
         Played("qwen3", turns, Asks(1, text=True))
     assert Played("qwen3", turns, Asks(1, text=True), history="keep").session.branch_starts == (0,)
     assert Played("qwen3", ["No.", "Yes."], Asks(1, text=True)).session.branch_starts == (0,)

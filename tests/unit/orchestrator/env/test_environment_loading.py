@@ -72,23 +72,20 @@ def seed(index: int, *, run_seed: int = 0, environment: str = "env") -> TaskSeed
     return TaskSeed(run_seed=run_seed, environment=environment, index=index)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "kind", "said"),
-    [
-        ("revers_text", {}, ConfigError, "Did you mean 'reverse_text'\\?.*reverse_text, jsonl, .* or 'module:"),
-        ("no_such_module:Thing", {}, ConfigError, "there is no module 'no_such_module'"),
-        (f"{__name__}:NeedsWords", {}, ConfigError, "Did you mean 'NeedsWord'\\?"),
-        (f"{__name__}:NeedsWord", {}, ConfigError, "needs word. Allowed: word, times"),
-        ("reverse_text", {"min_lenght": 3}, ConfigError, "args.min_lenght.*Did you mean 'min_length'\\?.*max_length"),
-        ("reverse_text", {"min_length": "many"}, ConfigError, "environments\\[0\\].args.min_length: .*got 'many'"),
-        ("reverse_text", {"min_length": 9, "max_length": 8}, ConfigError, "1 <= min_length <= max_length"),
-        (f"{__name__}:NeedsWord", {"word": "bad"}, EnvironmentFailure, "constructor: RuntimeError: no such word"),
-        ("jsonl", {"path": "x.jsonl", "scorer": "exakt"}, ConfigError, "no scorer 'exakt'. Did you mean 'exact'"),
-        ("jsonl", {"path": "x.jsonl", "scorer": "regex"}, ConfigError, "`pattern` belongs to scorer 'regex'"),
-        ("jsonl", {"path": "x.jsonl", "scorer": "exact", "pattern": "x"}, ConfigError, "`pattern` belongs to scorer"),
-        ("jsonl", {"path": "x.jsonl", "scorer": "regex", "pattern": "("}, ConfigError, "not a regular expression"),
-    ],
-)
+@pytest.mark.parametrize(("name", "args", "kind", "said"), [
+    ("revers_text", {}, ConfigError, "Did you mean 'reverse_text'\\?.*reverse_text, jsonl, .* or 'module:"),
+    ("no_such_module:Thing", {}, ConfigError, "there is no module 'no_such_module'"),
+    (f"{__name__}:NeedsWords", {}, ConfigError, "Did you mean 'NeedsWord'\\?"),
+    (f"{__name__}:NeedsWord", {}, ConfigError, "needs word. Allowed: word, times"),
+    ("reverse_text", {"min_lenght": 3}, ConfigError, "args.min_lenght.*Did you mean 'min_length'\\?.*max_length"),
+    ("reverse_text", {"min_length": "many"}, ConfigError, "environments\\[0\\].args.min_length: .*got 'many'"),
+    ("reverse_text", {"min_length": 9, "max_length": 8}, ConfigError, "1 <= min_length <= max_length"),
+    (f"{__name__}:NeedsWord", {"word": "bad"}, EnvironmentFailure, "constructor: RuntimeError: no such word"),
+    ("jsonl", {"path": "x.jsonl", "scorer": "exakt"}, ConfigError, "no scorer 'exakt'. Did you mean 'exact'"),
+    ("jsonl", {"path": "x.jsonl", "scorer": "regex"}, ConfigError, "`pattern` belongs to scorer 'regex'"),
+    ("jsonl", {"path": "x.jsonl", "scorer": "exact", "pattern": "x"}, ConfigError, "`pattern` belongs to scorer"),
+    ("jsonl", {"path": "x.jsonl", "scorer": "regex", "pattern": "("}, ConfigError, "not a regular expression"),
+])  # fmt: skip
 def test_what_does_not_load_says_why(name: str, args: dict[str, Any], kind: type[HoldfastError], said: str) -> None:
     with pytest.raises(kind, match=said):
         load(name, **args)
@@ -177,21 +174,18 @@ def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
     assert task.answer == "42"
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([_ROW, {"promt": "q", "answer": "a"}], "rows.jsonl:2 has no column 'prompt'.*'promt'"),
-        ([{"prompt": "q", "answr": "a", "id": 1}], "Columns there: prompt, answr, id"),
-        (["{not json}"], "rows.jsonl:1 is not JSON"),
-        ([{"prompt": "a", "answer": "b", "tools": [{"name": "f"}]}], "rows.jsonl:1 has `tools`, which prompts of rl"),
-        ([_ROW, [1, 2]], "rows.jsonl:2 is list, expected an object"),
-        ([{"prompt": "q", "answer": [["a"]]}], "an answer in 'answer' is \\['a'\\], expected text or a number"),
-        ([{"prompt": "q", "answer": {"truth": 4}}], "is an object.*such as 'answer.truth'"),
-        ([{"prompt": [{"role": "user"}], "answer": "a"}], "rows.jsonl:1: 'prompt' is .*expected text or a list"),
-        ([{"prompt": [], "answer": "a"}], "empty list of messages"),
-        ([], "holds no rows"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "said"), [
+    ([_ROW, {"promt": "q", "answer": "a"}], "rows.jsonl:2 has no column 'prompt'.*'promt'"),
+    ([{"prompt": "q", "answr": "a", "id": 1}], "Columns there: prompt, answr, id"),
+    (["{not json}"], "rows.jsonl:1 is not JSON"),
+    ([{"prompt": "a", "answer": "b", "tools": [{"name": "f"}]}], "rows.jsonl:1 has `tools`, which prompts of rl"),
+    ([_ROW, [1, 2]], "rows.jsonl:2 is list, expected an object"),
+    ([{"prompt": "q", "answer": [["a"]]}], "an answer in 'answer' is \\['a'\\], expected text or a number"),
+    ([{"prompt": "q", "answer": {"truth": 4}}], "is an object.*such as 'answer.truth'"),
+    ([{"prompt": [{"role": "user"}], "answer": "a"}], "rows.jsonl:1: 'prompt' is .*expected text or a list"),
+    ([{"prompt": [], "answer": "a"}], "empty list of messages"),
+    ([], "holds no rows"),
+])  # fmt: skip
 def test_jsonl_names_file_line_and_what_is_there(tmp_path: Path, rows: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         Jsonl(write_rows(tmp_path / "rows.jsonl", *rows))
@@ -220,22 +214,17 @@ def test_jsonl_reads_what_the_trainers_read_and_takes_nested_and_several_answers
     for name in ("rows", "rows/*", "a.jsonl.gz", "a.parquet"):
         environment = Jsonl(tmp_path / name, answer="reward_model.truth", shuffle=False)
         tasks = [environment.make_task(seed(n)) for n in range(3)]
-        assert [(task.prompt, task.answer) for task in tasks] == [
-            ((Message("user", f"q{n}"),), str(n)) for n in range(3)
-        ]
+        assert [(one.prompt, one.answer) for one in tasks] == [((Message("user", f"q{n}"),), str(n)) for n in range(3)]
         sessions: Any = [SimpleNamespace(completion=text) for text in ("1", "x", "y")]
         assert [score.reward for score in asyncio.run(environment.score(tasks[1], sessions))] == [1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "said"),
-    [
-        ("broken_games:Knock", EnvironmentFailure, r"RuntimeError: out of order \(.*broken_games.py:1\)"),
-        ("nameless_games:Knock", EnvironmentFailure, r"ModuleNotFoundError: gone \(.*nameless_games.py:1\)$"),
-        ("games.py:Knock", ConfigError, "A file is named by its module, without .py.*'games:Knock'"),
-        ("games:Knok", ConfigError, "games has no environment 'Knok'. Did you mean 'Knock'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "error", "said"), [
+    ("broken_games:Knock", EnvironmentFailure, r"RuntimeError: out of order \(.*broken_games.py:1\)"),
+    ("nameless_games:Knock", EnvironmentFailure, r"ModuleNotFoundError: gone \(.*nameless_games.py:1\)$"),
+    ("games.py:Knock", ConfigError, "A file is named by its module, without .py.*'games:Knock'"),
+    ("games:Knok", ConfigError, "games has no environment 'Knok'. Did you mean 'Knock'"),
+])  # fmt: skip
 def test_a_module_that_cannot_be_used_says_why(
     name: str, error: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,13 +403,10 @@ math_answers._main()
     assert asyncio.run(judge()) == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("module", "extra", "name", "args"),
-    [
-        ("reasoning_gym", "reasoning-gym", GENERATED, {"generator": "leg_counting"}),
-        ("math_verify", "math-verify", "jsonl", {"scorer": "math_verify"}),
-    ],
-)
+@pytest.mark.parametrize(("module", "extra", "name", "args"), [
+    ("reasoning_gym", "reasoning-gym", GENERATED, {"generator": "leg_counting"}),
+    ("math_verify", "math-verify", "jsonl", {"scorer": "math_verify"}),
+])  # fmt: skip
 def test_a_missing_extra_says_what_installs_it(
     module: str, extra: str, name: str, args: dict[str, Any], questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,10 +470,9 @@ class TestReasoningGym:
     def test_a_task_with_many_right_answers_has_none_of_its_own(self) -> None:
         assert load(GENERATED, generator="graph_color").make_task(seed(0)).answer == ""
 
-    @pytest.mark.parametrize(
-        ("generator", "settings"),
-        [("leg_countin", {}), ("leg_counting", {"max_animal": 3}), ("leg_counting", {"min_animals": 0})],
-    )
+    @pytest.mark.parametrize(("generator", "settings"), [
+        ("leg_countin", {}), ("leg_counting", {"max_animal": 3}), ("leg_counting", {"min_animals": 0}),
+    ])  # fmt: skip
     def test_what_does_not_load_says_why(self, generator: str, settings: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=f"reasoning-gym refuses {generator} with "):
             load(GENERATED, generator=generator, settings=settings)

@@ -186,11 +186,7 @@ def test_functions_that_are_no_tools_are_refused_with_the_reason() -> None:
     for function, reason in reasons.items():
         with pytest.raises(ConfigError, match=reason):
             Tool(function, session_class=Session)
-    wrong: dict[str, Any] = {
-        "must be a list of functions, got 'add'": "add",
-        "got 3 in it": [3],
-        "two functions": [add, add],
-    }
+    wrong: dict[str, Any] = {"a list of functions, got 'add'": "add", "got 3 in it": [3], "two functions": [add, add]}
     for reason, tools in wrong.items():
         environment = Adds()
         environment.tools = tools
@@ -226,30 +222,27 @@ def test_arguments_are_checked_as_json() -> None:
 _F = ToolCall("f", {"a": 1})
 
 
-@pytest.mark.parametrize(
-    ("parser", "text", "calls"),
-    [
-        ("hermes", "12", []),
-        ("hermes", '<think><tool_call>{"name": "f"}</tool_call></think>12', []),
-        ("hermes", 'a<tool_call>{"name": "f", "arguments": {}}', [ToolCall("f")]),
-        ("hermes", "<tool_call>f</tool_call>", ["not JSON"]),
-        ("hermes", "<tool_call>[1]</tool_call><tool_call>" + "[" * 100_000, ["must be {", "not JSON"]),
-        ("qwen3_coder", "<tool_call>f</tool_call>", ["no <function=name>"]),
-        ("qwen3_coder", "<tool_call><function=f>3</function></tool_call>", ["<parameter=name>value</parameter>: 3"]),
-        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g"}', [_F, ToolCall("g")]),
-        ("llama3_json", '{"answer": 3}', []),
-        ("llama3_json", 'So {"name": "f"}', []),
-        ("llama3_json", '{"name": "f"', ["not JSON"]),
-        ("llama3_json", '{"name": "f"} and', [ToolCall("f"), "not JSON"]),
-        ("mistral", 'So [TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', [ToolCall("f", {"a": 1}), ToolCall("g")]),
-        ("mistral", "[TOOL_CALLS]f{1}", ["arguments are not JSON"]),
-        ("mistral", "[TOOL_CALLS] [", ["calls are not JSON"]),
-        ("mistral", '[TOOL_CALLS] {"name": "f"}', [ToolCall("f")]),
-        # What a policy repeats without an end takes no longer than it is long.
-        ("mistral", "[TOOL_CALLS]f" + " " * 100_000 + "x", ["calls are not JSON"]),
-        ("qwen3_coder", "<tool_call><function=f>" + "<parameter=a>" * 50_000, ["<parameter=name>value</parameter>"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("parser", "text", "calls"), [
+    ("hermes", "12", []),
+    ("hermes", '<think><tool_call>{"name": "f"}</tool_call></think>12', []),
+    ("hermes", 'a<tool_call>{"name": "f", "arguments": {}}', [ToolCall("f")]),
+    ("hermes", "<tool_call>f</tool_call>", ["not JSON"]),
+    ("hermes", "<tool_call>[1]</tool_call><tool_call>" + "[" * 100_000, ["must be {", "not JSON"]),
+    ("qwen3_coder", "<tool_call>f</tool_call>", ["no <function=name>"]),
+    ("qwen3_coder", "<tool_call><function=f>3</function></tool_call>", ["<parameter=name>value</parameter>: 3"]),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g"}', [_F, ToolCall("g")]),
+    ("llama3_json", '{"answer": 3}', []),
+    ("llama3_json", 'So {"name": "f"}', []),
+    ("llama3_json", '{"name": "f"', ["not JSON"]),
+    ("llama3_json", '{"name": "f"} and', [ToolCall("f"), "not JSON"]),
+    ("mistral", 'So [TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', [ToolCall("f", {"a": 1}), ToolCall("g")]),
+    ("mistral", "[TOOL_CALLS]f{1}", ["arguments are not JSON"]),
+    ("mistral", "[TOOL_CALLS] [", ["calls are not JSON"]),
+    ("mistral", '[TOOL_CALLS] {"name": "f"}', [ToolCall("f")]),
+    # What a policy repeats without an end takes no longer than it is long.
+    ("mistral", "[TOOL_CALLS]f" + " " * 100_000 + "x", ["calls are not JSON"]),
+    ("qwen3_coder", "<tool_call><function=f>" + "<parameter=a>" * 50_000, ["<parameter=name>value</parameter>"]),
+])  # fmt: skip
 def test_calls_that_are_none_and_calls_that_cannot_be_read(parser: str, text: str, calls: list[Any]) -> None:
     found = PARSERS[parser](text)
     assert len(found) == len(calls), found

@@ -84,24 +84,21 @@ def test_no_answer_but_the_right_one_earns_all(name: str) -> None:
         assert all(0.0 <= score.reward < 1.0 and score.metrics["exact"] == 0.0 for score in hostile)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "said"),
-    [
-        ("sort_letters", {"min_length": 9, "max_length": 8}, "1 <= min_length <= max_length"),
-        ("sort_letters", {"max_length": 27, "distinct": True}, "max_length = 27 with distinct = true; there are 26"),
-        ("addition", {"min_digits": 0}, "1 <= min_digits <= max_digits <= 4000"),
-        ("addition", {"grow_every": 0}, "grow_every = 0; allowed are whole numbers from 1"),
-        ("addition", {"min_digits": 3, "grow_every": 10}, "nothing to grow"),
-        ("guess_number", {"low": 5, "high": 5}, "0 <= low < high"),
-        ("guess_number", {"turns": 0}, "turns = 0; allowed are whole numbers from 1"),
-        ("ledger", {"num_asked": 17}, "num_asked = 17; allowed are whole numbers from 1 to 16"),
-        ("ledger", {"call_cost": -1}, "call_cost = -1.0; allowed are numbers from 0 to 1"),
-        (PYTHON_CODE, {"min_steps": 3, "max_steps": 2}, "1 <= min_steps <= max_steps"),
-        (PYTHON_CODE, {"num_inputs": 0}, "num_inputs = 0; allowed are whole numbers from 1 on"),
-        (PYTHON_CODE, {"memory_mb": 8}, "memory_mb = 8; allowed are whole numbers from 64 on"),
-        ("sums", {"terms": 4}, "terms = 4, largest = 9; allowed are 2 or 3 terms and 5 <= largest <= 50"),
-    ],
-)
+@pytest.mark.parametrize(("name", "args", "said"), [
+    ("sort_letters", {"min_length": 9, "max_length": 8}, "1 <= min_length <= max_length"),
+    ("sort_letters", {"max_length": 27, "distinct": True}, "max_length = 27 with distinct = true; there are 26"),
+    ("addition", {"min_digits": 0}, "1 <= min_digits <= max_digits <= 4000"),
+    ("addition", {"grow_every": 0}, "grow_every = 0; allowed are whole numbers from 1"),
+    ("addition", {"min_digits": 3, "grow_every": 10}, "nothing to grow"),
+    ("guess_number", {"low": 5, "high": 5}, "0 <= low < high"),
+    ("guess_number", {"turns": 0}, "turns = 0; allowed are whole numbers from 1"),
+    ("ledger", {"num_asked": 17}, "num_asked = 17; allowed are whole numbers from 1 to 16"),
+    ("ledger", {"call_cost": -1}, "call_cost = -1.0; allowed are numbers from 0 to 1"),
+    (PYTHON_CODE, {"min_steps": 3, "max_steps": 2}, "1 <= min_steps <= max_steps"),
+    (PYTHON_CODE, {"num_inputs": 0}, "num_inputs = 0; allowed are whole numbers from 1 on"),
+    (PYTHON_CODE, {"memory_mb": 8}, "memory_mb = 8; allowed are whole numbers from 64 on"),
+    ("sums", {"terms": 4}, "terms = 4, largest = 9; allowed are 2 or 3 terms and 5 <= largest <= 50"),
+])  # fmt: skip
 def test_arguments_that_fit_no_task_are_refused(name: str, args: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(name, **args)

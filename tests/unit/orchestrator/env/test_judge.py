@@ -30,15 +30,12 @@ def score_of(text: str, finish_reason: str = "stop", **settings: Any) -> float |
     return judgement.score if judgement.is_readable else None
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("8", 0.8), ("It is so so.\n\nScore: 7.5.", 0.75), ("**10**", 1.0), ("0", 0.0), (" .5 \n", 0.05),
-        # Nobody can say which number is meant, or it is none that the judge may give.
-        ("8/10", None), ("Score (0 to 10): 8", None), ("11", None), ("-3", None), ("eight", None), ("", None),
-        ("8\nThat was it.", None), ("1e1", None), ("v8", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "score"), [
+    ("8", 0.8), ("It is so so.\n\nScore: 7.5.", 0.75), ("**10**", 1.0), ("0", 0.0), (" .5 \n", 0.05),
+    # Nobody can say which number is meant, or it is none that the judge may give.
+    ("8/10", None), ("Score (0 to 10): 8", None), ("11", None), ("-3", None), ("eight", None), ("", None),
+    ("8\nThat was it.", None), ("1e1", None), ("v8", None),
+])  # fmt: skip
 def test_the_only_number_of_the_last_line_counts(text: str, score: float | None) -> None:
     assert score_of(text, max_score=10.0) == score
     assert score_of(text, "length", max_score=10.0) is None, "a reply that is cut off may lack its last digit"
@@ -89,16 +86,13 @@ def test_a_request_is_what_was_asked_and_nothing_of_it_is_replaced_twice() -> No
     assert len({one.request({"completion": "a"}).key for one in [judge_of(), *others]}) == 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"pattern": "("}, "is not a regular expression"),
-        ({"extra_body": {"temperature": 1}}, "must not set temperature"),
-        ({"verdicts": {}}, "verdicts must be different words"),
-        ({"verdicts": {"yes": 1.0, "YES ": 0.0}}, "verdicts must be different words"),
-        ({"verdicts": {"yes": 1.0}, "max_score": 2.0}, "max_score is about numbers"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"pattern": "("}, "is not a regular expression"),
+    ({"extra_body": {"temperature": 1}}, "must not set temperature"),
+    ({"verdicts": {}}, "verdicts must be different words"),
+    ({"verdicts": {"yes": 1.0, "YES ": 0.0}}, "verdicts must be different words"),
+    ({"verdicts": {"yes": 1.0}, "max_score": 2.0}, "max_score is about numbers"),
+])  # fmt: skip
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         judge_of(**settings)
@@ -160,19 +154,16 @@ def test_a_judge_that_is_told_no_answer_needs_none(tmp_path: Path) -> None:
     assert isinstance(task, Task) and task.answer == ""
 
 
-@pytest.mark.parametrize(
-    ("judge", "args", "error", "said"),
-    [
-        ({"prompt": "{completion}", "modle": "x"}, {}, ConfigError, r"args.judge: modle: Extra inputs are not"),
-        ({"prompt": "{completion}", "url": "http://u:secret@h"}, {}, ConfigError, r"args.judge: url: .* user name"),
-        ({"prompt": "Good?"}, {}, ConfigError, r"judge.prompt has no \{completion\}"),
-        ({"prompt": "{completion} {answer}"}, {}, DataError, r"has no column 'answer'.*with the argument `answer`"),
-        ({"prompt": "{completion} {b}"}, {}, DataError, r"has no column 'b'.*with `judge.prompt`, which has \{b\}"),
-        ({"prompt": "{completion} {flag}"}, {}, DataError, r"'flag' is True, expected text or a number"),
-        ({"prompt": "{completion}"}, {"scorer": "exact"}, ConfigError, r"belongs to scorer 'judge'; got .*'exact'"),
-        ({"prompt": "{completion}"}, {"judge": None}, ConfigError, r"got scorer 'judge' and no judge"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("judge", "args", "error", "said"), [
+    ({"prompt": "{completion}", "modle": "x"}, {}, ConfigError, r"args.judge: modle: Extra inputs are not"),
+    ({"prompt": "{completion}", "url": "http://u:secret@h"}, {}, ConfigError, r"args.judge: url: .* user name"),
+    ({"prompt": "Good?"}, {}, ConfigError, r"judge.prompt has no \{completion\}"),
+    ({"prompt": "{completion} {answer}"}, {}, DataError, r"has no column 'answer'.*with the argument `answer`"),
+    ({"prompt": "{completion} {b}"}, {}, DataError, r"has no column 'b'.*with `judge.prompt`, which has \{b\}"),
+    ({"prompt": "{completion} {flag}"}, {}, DataError, r"'flag' is True, expected text or a number"),
+    ({"prompt": "{completion}"}, {"scorer": "exact"}, ConfigError, r"belongs to scorer 'judge'; got .*'exact'"),
+    ({"prompt": "{completion}"}, {"judge": None}, ConfigError, r"got scorer 'judge' and no judge"),
+])  # fmt: skip
 def test_a_judge_that_cannot_be_asked_is_refused(
     tmp_path: Path, judge: dict[str, Any], args: dict[str, Any], error: type[Exception], said: str
 ) -> None:

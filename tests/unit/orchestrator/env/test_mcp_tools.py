@@ -123,9 +123,8 @@ def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> 
 @pytest.mark.launch
 def test_a_server_that_a_signal_stops_is_no_timeout_to_the_policy() -> None:
     def stop() -> None:
-        (server,) = [one for one in psutil.Process().children(recursive=True) if STDIO["args"][0] in command_line(one)][
-            1:
-        ]
+        children = psutil.Process().children(recursive=True)
+        (server,) = [one for one in children if STDIO["args"][0] in command_line(one)][1:]
         server.suspend()
 
     settings = settings_of(STDIO, tool_timeout_s=1.0)
@@ -249,35 +248,29 @@ def test_a_server_at_a_url_is_asked_with_its_key(at_a_port: str, monkeypatch: py
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("servers", "said"),
-    [
-        ([{"command": "no_such_program_anywhere"}], "s0: there is no program 'no_such_program_anywhere' on the PATH"),
-        ([{**STDIO, "env": ["MCP_NOT_SET"]}], "s0: the environment variable MCP_NOT_SET is not set"),
-        ([{**STDIO, "tools": ["ad"]}], r"s0.tools: it has no tool 'ad'. Did you mean 'add'\? Tools there: add, note"),
-        ([{"command": sys.executable, "args": ["-c", NO_TOOLS]}], "s0: it has no tools"),
-        ([{"command": sys.executable, "args": ["-c", "pass"]}], "s0: it could not be asked for its tools: "),
-        ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not list its tools within 0.5 s"),
-        ([{"url": "http://127.0.0.1:9/mcp"}], "s0: it could not be asked for its tools: "),
-        ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: there is another tool 'note': .* mcp_servers.s1.tools"),
-    ],
-)
+@pytest.mark.parametrize(("servers", "said"), [
+    ([{"command": "no_such_program_anywhere"}], "s0: there is no program 'no_such_program_anywhere' on the PATH"),
+    ([{**STDIO, "env": ["MCP_NOT_SET"]}], "s0: the environment variable MCP_NOT_SET is not set"),
+    ([{**STDIO, "tools": ["ad"]}], r"s0.tools: it has no tool 'ad'. Did you mean 'add'\? Tools there: add, note"),
+    ([{"command": sys.executable, "args": ["-c", NO_TOOLS]}], "s0: it has no tools"),
+    ([{"command": sys.executable, "args": ["-c", "pass"]}], "s0: it could not be asked for its tools: "),
+    ([{"command": "sleep", "args": ["1000"], "start_timeout_s": 0.5}], r"did not list its tools within 0.5 s"),
+    ([{"url": "http://127.0.0.1:9/mcp"}], "s0: it could not be asked for its tools: "),
+    ([STDIO, {**STDIO, "tools": ["note"]}], r"s1: there is another tool 'note': .* mcp_servers.s1.tools"),
+])  # fmt: skip
 def test_a_server_that_cannot_be_used_is_told_before_sampling(servers: list[dict[str, Any]], said: str) -> None:
     tokenizer = tokenizer_of("hermes")
     with pytest.raises(ConfigError, match=said):
         tool_use_of(Asks(), settings_of(*servers), tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("server", "said"),
-    [
-        ({}, "set `command`, or `url`"),
-        ({"command": "x", "url": "http://x"}, "set `command`, or `url`"),
-        ({"url": "http://me:secret@x"}, "must not hold a user name"),
-        ({"url": "http://x", "args": ["y"]}, "args and env belong to a `command`"),
-        ({"command": "x", "api_key_env": "Y"}, "api_key_env belongs to a `url`"),
-    ],
-)
+@pytest.mark.parametrize(("server", "said"), [
+    ({}, "set `command`, or `url`"),
+    ({"command": "x", "url": "http://x"}, "set `command`, or `url`"),
+    ({"url": "http://me:secret@x"}, "must not hold a user name"),
+    ({"url": "http://x", "args": ["y"]}, "args and env belong to a `command`"),
+    ({"command": "x", "api_key_env": "Y"}, "api_key_env belongs to a `url`"),
+])  # fmt: skip
 def test_settings_of_servers_that_cannot_be_are_refused(server: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         settings_of(server)
@@ -287,13 +280,10 @@ class Harnessed(HarnessEnvironment):
     """Brings its own tools."""
 
 
-def test_a_harness_and_servers_are_refused() -> None:
+def test_a_harness_with_servers_and_a_template_without_tools_are_refused() -> None:
     section = settings_of(STDIO, id=f"{__name__}:Harnessed")
     with pytest.raises(ConfigError, match=r"environments\[0\].mcp_servers: '.*:Harnessed' is played by a harness"):
         find_environment(section, key="environments[0]")
-
-
-def test_a_template_without_tools_is_refused_also_for_those_of_servers() -> None:
     model = str(ROOT / "examples" / "reverse_text" / "model")
     with pytest.raises(ConfigError, match="the chat template of .* writes calls of tools in no form"):
         check_tools({"asks": Asks()}, [settings_of(STDIO)], tokenizer_name=model)

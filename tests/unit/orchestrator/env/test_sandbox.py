@@ -385,18 +385,15 @@ def test_the_answers_of_its_tasks_are_right(environment: PythonCode) -> None:
         assert tuple(tuple(names["solve"](list(numbers))) for numbers in task.inputs) == task.outputs
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "",
-        "no code at all",
-        "import os; os._exit(0)",
-        "def solve(n): return 1 / 0",
-        "print('[]\\n' * 8)",
-        "class Equal(list):\n    __eq__ = lambda a, b: True\ndef solve(n): return object()",
-        "import os\nfor fd in range(3, 64):\n    try: os.close(fd)\n    except OSError: pass\ndef solve(n): return n",
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    "",
+    "no code at all",
+    "import os; os._exit(0)",
+    "def solve(n): return 1 / 0",
+    "print('[]\\n' * 8)",
+    "class Equal(list):\n    __eq__ = lambda a, b: True\ndef solve(n): return object()",
+    "import os\nfor fd in range(3, 64):\n    try: os.close(fd)\n    except OSError: pass\ndef solve(n): return n",
+])  # fmt: skip
 def test_answers_that_solve_nothing_earn_nothing(environment: PythonCode, answer: str) -> None:
     assert scored(environment, environment.make_task(TaskSeed(0, "env", 0)), answer) == [(0.0, 0.0)]
 

@@ -7,31 +7,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from holdfast.orchestrator.evaluation import statistics as evaluation_statistics
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout
-from holdfast.orchestrator.evaluation.statistics import (
-    Estimate,
-    mean_over_tasks,
-    paired_difference,
-    pass_at_k,
-    powers_up_to,
-    student_quantile,
-    summarize,
-    without_skewness,
-)
+from holdfast.orchestrator.evaluation.statistics import Estimate, mean_over_tasks, paired_difference, student_quantile
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
     solved = [True, False, False, True, False]
     for k in range(1, 6):
         subsets = list(itertools.combinations(solved, k))
-        assert pass_at_k(5, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-    assert [powers_up_to(number) for number in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+        assert evaluation_statistics.pass_at_k(5, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    assert [evaluation_statistics.powers_up_to(number) for number in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
 
 
 def test_a_number_of_the_environment_does_not_hide_an_estimate() -> None:
     rollout = EvaluatedRollout(environment="e", task=0, reward=0.5, solved=True, metrics={"pass@1": 9.0, "other": 2.0})
     identity = {"samples_per_task": 1, "environments": ["e"], "policy": {}}
-    found = summarize({("e", 0): [rollout]}, identity, confidence=0.95).metrics()
+    found = evaluation_statistics.summarize({("e", 0): [rollout]}, identity, confidence=0.95).metrics()
     assert found == {"eval/e/pass@1": 1.0, "eval/e/other": 2.0, "eval/e/avg@1": 0.5, "eval/e/truncated": 0.0}
 
 
@@ -71,7 +63,7 @@ def test_intervals_of_many_tasks_are_normal_and_of_one_there_are_none() -> None:
 def test_the_transformed_t_of_hall_is_students_quantile_at_the_ends(values: list[float]) -> None:
     number, mean, std = len(values), statistics.fmean(values), statistics.stdev(values)
     skewness = statistics.fmean(((value - mean) / std) ** 3 for value in values)
-    low, high = without_skewness(values, confidence=0.9)
+    low, high = evaluation_statistics.without_skewness(values, confidence=0.9)
     for end, side in ((low, 1), (high, -1)):
         t = (mean - end) / std
         found = t + skewness * t**2 / 3 + skewness**2 * t**3 / 27 + skewness / (6 * number)

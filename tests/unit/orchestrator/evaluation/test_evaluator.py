@@ -24,13 +24,8 @@ from holdfast.launcher.resume.resume_step import set_aside_after
 from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.env.jsonl import Jsonl
 from holdfast.orchestrator.evaluation import evaluator, main
-from holdfast.orchestrator.evaluation.evaluator import (
-    count_tasks,
-    held_out_sections,
-    refuse_training_tasks,
-    settings_of_run,
-    sizes_of,
-)
+from holdfast.orchestrator.evaluation import evaluator as evaluation_evaluator
+from holdfast.orchestrator.evaluation.evaluator import count_tasks, held_out_sections, refuse_training_tasks, sizes_of
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, line_of, read_identity, read_tasks
 from holdfast.orchestrator.evaluation.statistics import Summary, compare, read_evaluation, summary_in
 from holdfast.orchestrator.tasks import FreezeTolerantLoop
@@ -237,20 +232,16 @@ def test_two_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
     assert line.paired.difference.value == pytest.approx(line.second.value - line.first.value)
     alike = compare(tmp_path / "a", tmp_path / "a")
     assert all(line.paired.p_value == 1.0 and line.first == line.second for line in alike.lines)
-    for other, what in (
-        ("c", r"\(seed: 0 and 1\)"),
-        ("d", r'\(environments.reverse_text.id: "reverse_text" and unset; '),
-    ):
-        with pytest.raises(ConfigError, match=f"did not ask the same tasks {what}"):
+    for other, what in (("c", r"seed: 0 and 1\)"), ("d", r'environments.reverse_text.id: "reverse_text" and unset; ')):
+        with pytest.raises(ConfigError, match=rf"did not ask the same tasks \({what}"):
             compare(tmp_path / "a", tmp_path / other)
     with pytest.raises(DataError, match="holds no evaluation: it has no evaluation.json"):
         compare(tmp_path / "a", tmp_path)
     lines = Path(shutil.copytree(tmp_path / "a", tmp_path / "changed")) / "rollouts.jsonl"
     prompt = json.loads(lines.read_bytes().splitlines()[0])["prompt"]
     found = read_tasks(lines, samples_per_task=4)[0].values()
-    changed = [
-        msgspec.structs.replace(one, prompt=one.prompt.replace(prompt, "0" * 32)) for group in found for one in group
-    ]
+    there = (one for group in found for one in group)
+    changed = [msgspec.structs.replace(one, prompt=one.prompt.replace(prompt, "0" * 32)) for one in there]
     lines.write_bytes(b"".join(map(line_of, changed)))
     with pytest.raises(ConfigError, match=r"task \d of '.*' has another prompt in .* than in"):
         compare(tmp_path / "a", tmp_path / "changed")
@@ -323,7 +314,7 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
         leveled = others.model_copy(update={"curriculum": pools})
         refuse_training_tasks(environments, sections, [leveled], key="environments")
     run_dir = RunDir(tmp_path / "run")
-    assert settings_of_run(run_dir.path) is None
+    assert evaluation_evaluator.settings_of_run(run_dir.path) is None
     run_dir.configs(1).mkdir(parents=True)
     (run_dir.configs(1) / "orchestrator.toml").write_text(to_toml(OrchestratorConfig(environments=[section])))
     config = EvaluateConfig(run=run_dir.path, environments=[section], output_dir=tmp_path / "evaluation")
@@ -331,17 +322,14 @@ def test_an_environment_with_an_end_is_asked_once_and_not_where_training_asks(tm
         main.load_tasks(config, {})
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"run": "a"}, "evaluate takes one policy: set model.name, or run"),
-        ({"step": 3}, "step = 3 must be a step of a run"),
-        ({"model": None, "run": "a", "step": -1}, "step = -1 must be a step of a run, counted from 0"),
-        ({"sampling": {"temperature": 0}, "samples_per_task": 2}, "are 2 times the same answer"),
-        ({"sampling": {"temperature": 0.001}}, "0, or 0.01"),
-        ({"environments": [{"id": "a"}, {"id": "a"}]}, "environments need distinct names"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"run": "a"}, "evaluate takes one policy: set model.name, or run"),
+    ({"step": 3}, "step = 3 must be a step of a run"),
+    ({"model": None, "run": "a", "step": -1}, "step = -1 must be a step of a run, counted from 0"),
+    ({"sampling": {"temperature": 0}, "samples_per_task": 2}, "are 2 times the same answer"),
+    ({"sampling": {"temperature": 0.001}}, "0, or 0.01"),
+    ({"environments": [{"id": "a"}, {"id": "a"}]}, "environments need distinct names"),
+])  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         EvaluateConfig.model_validate({"model": {"name": "a"}} | changes)

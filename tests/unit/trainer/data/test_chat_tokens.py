@@ -117,10 +117,9 @@ def trained(kind: str, template: str, row: Chat, train_on: Any = "all") -> list[
     return [ours.decode(encoded.ids[start:end], skip_special_tokens=False) for start, end in spans_of(encoded.mask)]
 
 
-@pytest.mark.parametrize(
-    ("template", "opened", "why"),
-    [("qwen 3", "<think>\n", "takes the thoughts out of earlier turns"), ("opened", "", "")],
-)
+@pytest.mark.parametrize(("template", "opened", "why"), [
+    ("qwen 3", "<think>\n", "takes the thoughts out of earlier turns"), ("opened", "", ""),
+])  # fmt: skip
 def test_stripped_thoughts_are_refused_and_the_last_turn_works(template: str, opened: str, why: str) -> None:
     with pytest.raises(DataError, match=rf"message 2(.|\n)*{why}(.|\n)*data.train_on = last"):
         trained("byte-level", template, Chat([*THOUGHT, *THOUGHT]))
@@ -170,18 +169,15 @@ CHANGING = (
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "row", "said"),
-    [
-        ("chatml", Chat(THOUGHT, tools=TOOLS), "`tools`, which the chat template .* does not write"),
-        ("chatml", Chat(chat("a", "b", tool_calls=[call({})])), "message 2 has `tool_calls`"),
-        ("chatml", Chat(chat([{"type": "image"}], "b")), "message 1: only text can be trained"),
-        ("qwen 3", Chat(THOUGHT, options={"enable_thinkng": False}), "does not read. Did you mean 'enable_thinking'"),
-        ("qwen 3", Chat(THOUGHT, options={"tools": TOOLS}), "must not hold `tools`: it has a column of its own"),
-        ("deepseek r1", Chat(THOUGHT), r"message 2: the chat template leaves out part .* \(thoughts"),
-        (CHANGING, Chat([*chat("a", "It is 12."), *chat("b", "The fox.")]), "message 2: .*changes earlier turns once"),
-    ],
-)
+@pytest.mark.parametrize(("template", "row", "said"), [
+    ("chatml", Chat(THOUGHT, tools=TOOLS), "`tools`, which the chat template .* does not write"),
+    ("chatml", Chat(chat("a", "b", tool_calls=[call({})])), "message 2 has `tool_calls`"),
+    ("chatml", Chat(chat([{"type": "image"}], "b")), "message 1: only text can be trained"),
+    ("qwen 3", Chat(THOUGHT, options={"enable_thinkng": False}), "does not read. Did you mean 'enable_thinking'"),
+    ("qwen 3", Chat(THOUGHT, options={"tools": TOOLS}), "must not hold `tools`: it has a column of its own"),
+    ("deepseek r1", Chat(THOUGHT), r"message 2: the chat template leaves out part .* \(thoughts"),
+    (CHANGING, Chat([*chat("a", "It is 12."), *chat("b", "The fox.")]), "message 2: .*changes earlier turns once"),
+])  # fmt: skip
 def test_what_a_template_would_silently_leave_out_or_change_is_refused(template: str, row: Chat, said: str) -> None:
     with pytest.raises(DataError, match=said):
         trained("byte-level", template, row)
@@ -326,18 +322,15 @@ def test_a_tokenizer_without_a_template_or_a_fast_backend() -> None:
         chat_tokenizer(Slow())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("as_class", "kind", "said"),
-    [
-        ("LlamaTokenizerFast", "byte-level", r"a text reads 'Thedog's12345apples' instead of 'The dog's 12345 apples'"),
-        ("GemmaTokenizer", "sentencepiece", "it makes other tokens of 'The dog's 12345 apples'"),
-        ("Qwen2Tokenizer", "byte-level", "it makes other tokens of"),
-        ("GPT2Tokenizer", "llama 3", "it makes other tokens of 'def f"),
-        ("LlamaTokenizer", "sentencepiece", None),
-        ("LlamaTokenizer", "metaspace-first", ""),
-        ("BertTokenizer", "byte-level", "a text reads"),
-    ],
-)
+@pytest.mark.parametrize(("as_class", "kind", "said"), [
+    ("LlamaTokenizerFast", "byte-level", r"a text reads 'Thedog's12345apples' instead of 'The dog's 12345 apples'"),
+    ("GemmaTokenizer", "sentencepiece", "it makes other tokens of 'The dog's 12345 apples'"),
+    ("Qwen2Tokenizer", "byte-level", "it makes other tokens of"),
+    ("GPT2Tokenizer", "llama 3", "it makes other tokens of 'def f"),
+    ("LlamaTokenizer", "sentencepiece", None),
+    ("LlamaTokenizer", "metaspace-first", ""),
+    ("BertTokenizer", "byte-level", "a text reads"),
+])  # fmt: skip
 def test_tokenizers_that_transformers_builds_otherwise_are_refused(
     as_class: str, kind: str, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

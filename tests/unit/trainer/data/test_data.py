@@ -70,23 +70,20 @@ def refused(path: Path, tokenizer: Tokenizer, **config: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("gone.parquet", None, r"/gone\.parquet"),
-        ("gone", None, "/gone"),
-        ("a.txt", b"text", r"use a \.jsonl, \.json, "),
-        ("broken.jsonl", b'{"prompt": "a", "completion": ', r"broken\.jsonl"),
-        ("broken.parquet", b"PAR1 but not really", r"broken\.parquet"),
-        ("empty.jsonl", b"", r"empty\.jsonl"),
-        ("a.json", b'[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
-        ("a.json", b'[{"text": "a"}, ', "is not a JSON array: "),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "row 3 is not JSON"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "row 2 is not UTF-8: invalid .* byte 0xe9 at byte 13"),
-        ("a.jsonl.gz", b"no gzip", "is not compressed by gzip"),
-        ("a.jsonl.gz", b"\x1f\x8b but no more", "could not be read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("gone.parquet", None, r"/gone\.parquet"),
+    ("gone", None, "/gone"),
+    ("a.txt", b"text", r"use a \.jsonl, \.json, "),
+    ("broken.jsonl", b'{"prompt": "a", "completion": ', r"broken\.jsonl"),
+    ("broken.parquet", b"PAR1 but not really", r"broken\.parquet"),
+    ("empty.jsonl", b"", r"empty\.jsonl"),
+    ("a.json", b'[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
+    ("a.json", b'[{"text": "a"}, ', "is not a JSON array: "),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "row 3 is not JSON"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "row 2 is not UTF-8: invalid .* byte 0xe9 at byte 13"),
+    ("a.jsonl.gz", b"no gzip", "is not compressed by gzip"),
+    ("a.jsonl.gz", b"\x1f\x8b but no more", "could not be read"),
+])  # fmt: skip
 def test_what_is_no_dataset(name: str, content: bytes | None, said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -138,15 +135,12 @@ def test_samples_that_are_too_long(tokenizer: Tokenizer, tmp_path: Path, caplog:
         assert f"no samples to train on are left of 6: all {why}" in said
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages | no_such_filter }}", "No filter named"),
-        ("{{ messages[-1]['content'] }}", "changes earlier turns"),
-        (None, "no chat template"),
-    ],
-)
+@pytest.mark.parametrize(("template", "said"), [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ messages | no_such_filter }}", "No filter named"),
+    ("{{ messages[-1]['content'] }}", "changes earlier turns"),
+    (None, "no chat template"),
+])  # fmt: skip
 def test_bad_templates_are_told(template: str | None, said: str, tiny_model: ModelFactory, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model()))
     tokenizer.chat_template = template
@@ -190,10 +184,9 @@ def test_epochs_and_seeds_differ() -> None:
     assert SampleOrder(50, seed=1, shuffle=True).batch(0, 50) != first
 
 
-@pytest.mark.parametrize(
-    ("config", "kind", "samples"),
-    [(DpoConfig, "pairs", 4), (RewardTrainingConfig, "pairs", 4), (DpoConfig, "answers", 8), (SftConfig, "samples", 4)],
-)
+@pytest.mark.parametrize(("config", "kind", "samples"), [
+    (DpoConfig, "pairs", 4), (RewardTrainingConfig, "pairs", 4), (DpoConfig, "answers", 8), (SftConfig, "samples", 4),
+])  # fmt: skip
 def test_what_there_is_to_train_on_is_counted_as_the_trainer_counts_it(
     config: type[SupervisedCommand], kind: str, samples: int, tmp_path: Path
 ) -> None:
@@ -222,30 +215,27 @@ CHAT, OTHER = "<|user|>ab<|end|><|assistant|>ba<|end|>", "<|user|>ab<|end|><|ass
 CONVERSATION = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
 
 
-@pytest.mark.parametrize(
-    ("row", "text", "trained"),
-    [
-        ({"prompt": "ab", "completion": "cd"}, "abcd<|end|>", "cd<|end|>"),
-        ({"prompt": [USER], "completion": [HELLO]}, CHAT, "ba<|end|>"),
-        ({"prompt": [USER, BYE, USER], "completion": [HELLO]}, OTHER + CHAT, "ba<|end|>"),
-        ({"messages": [USER, HELLO, USER, BYE]}, CHAT + OTHER, "ba<|end|>dc<|end|>"),
-        ({"messages": [USER, HELLO, USER]}, CHAT, "ba<|end|>"),  # nothing answers the last turn
-        ({"conversations": CONVERSATION}, CHAT, "ba<|end|>"),
-        ({"conversations": [USER, HELLO]}, CHAT, "ba<|end|>"),
-        ({"conversations": CONVERSATION, "system": "s"}, f"<|system|>s<|end|>{CHAT}", "ba<|end|>"),
-        ({"instruction": "ab", "output": "ba"}, CHAT, "ba<|end|>"),
-        ({"instruction": "ab", "input": "", "output": "ba", "history": []}, CHAT, "ba<|end|>"),
-        (
-            {"instruction": "a", "input": "c", "output": "b", "history": [["ab", "ba"]], "system": "s"},
-            f"<|system|>s<|end|>{CHAT}<|user|>a\nc<|end|><|assistant|>b<|end|>",
-            "ba<|end|>b<|end|>",
-        ),
-        ({"messages": [USER, HELLO], "chat_template_kwargs": {"unset": None}}, CHAT, "ba<|end|>"),
-        ({"text": "abc"}, "abc<|end|>", "abc<|end|>"),
-        ({"text": "abc<|end|>"}, "abc<|end|>", "abc<|end|>"),
-        ({"prompt": "ab", "completion": "c<|end|>"}, "abc<|end|>", "c<|end|>"),
-    ],
-)
+@pytest.mark.parametrize(("row", "text", "trained"), [
+    ({"prompt": "ab", "completion": "cd"}, "abcd<|end|>", "cd<|end|>"),
+    ({"prompt": [USER], "completion": [HELLO]}, CHAT, "ba<|end|>"),
+    ({"prompt": [USER, BYE, USER], "completion": [HELLO]}, OTHER + CHAT, "ba<|end|>"),
+    ({"messages": [USER, HELLO, USER, BYE]}, CHAT + OTHER, "ba<|end|>dc<|end|>"),
+    ({"messages": [USER, HELLO, USER]}, CHAT, "ba<|end|>"),  # nothing answers the last turn
+    ({"conversations": CONVERSATION}, CHAT, "ba<|end|>"),
+    ({"conversations": [USER, HELLO]}, CHAT, "ba<|end|>"),
+    ({"conversations": CONVERSATION, "system": "s"}, f"<|system|>s<|end|>{CHAT}", "ba<|end|>"),
+    ({"instruction": "ab", "output": "ba"}, CHAT, "ba<|end|>"),
+    ({"instruction": "ab", "input": "", "output": "ba", "history": []}, CHAT, "ba<|end|>"),
+    (
+        {"instruction": "a", "input": "c", "output": "b", "history": [["ab", "ba"]], "system": "s"},
+        f"<|system|>s<|end|>{CHAT}<|user|>a\nc<|end|><|assistant|>b<|end|>",
+        "ba<|end|>b<|end|>",
+    ),
+    ({"messages": [USER, HELLO], "chat_template_kwargs": {"unset": None}}, CHAT, "ba<|end|>"),
+    ({"text": "abc"}, "abc<|end|>", "abc<|end|>"),
+    ({"text": "abc<|end|>"}, "abc<|end|>", "abc<|end|>"),
+    ({"prompt": "ab", "completion": "c<|end|>"}, "abc<|end|>", "c<|end|>"),
+])  # fmt: skip
 def test_formats(row: dict[str, Any], text: str, trained: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (sample,) = load(write(tmp_path / "a.jsonl", [row]), tokenizer)
     assert "".join(tokenizer.convert_ids_to_tokens(sample.token_ids.tolist())) == text
@@ -283,34 +273,31 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path, cap
     assert "['test', 'train']" in refused(tmp_path / "several", tokenizer, split="trian")
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"messages": [USER]}, "no assistant message"),
-        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
-        ({"messages": ["hello"]}, "`role` and `content`"),
-        ({"prompt": "a", "completion": [HELLO]}, "both text or both lists"),
-        ({"prompt": [USER], "completion": "ba"}, "both text or both lists"),
-        ({"conversations": [{"from": "robot", "value": "x"}]}, "`from` is 'robot'; known are"),
-        ({"conversations": [{"said": "x"}]}, "message 1: a turn needs `from` and `value`"),
-        ({"instruction": ["x"], "output": "y"}, "`instruction` must be text"),
-        ({"conversations": [{"from": ["human"], "value": "x"}]}, "`from` is ['human']; known are"),
-        ({"text": 3}, "`text` must be text"),
-        ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
-        ({"prompt": [USER], "completion": [USER, HELLO]}, "would come twice"),
-        ({"conversations": {"from": "human"}}, "`conversations` must be a list, got {'from'"),
-        ({"conversations": [{"from": "function_call", "value": "{"}]}, "message 1: the value of a function_call is"),
-        ({"instruction": "x", "output": "y", "history": [["x"]]}, "`history` must be a list of [instruction, output]"),
-        ({"messages": [USER, HELLO], "chat_template_kwargs": "x"}, "`chat_template_kwargs` must be an object, got 'x'"),
-        ({"messages": [USER, {"role": "assistant", "content": 3}]}, "message 2: `content` must be text or a list of"),
-        ({"messages": [USER, {**HELLO, "tool_calls": {"name": "f"}}]}, "message 2: `tool_calls` must be a list, got {"),
-        ({"messages": [USER, HELLO], "tools": {"name": "f"}}, "`tools` must be a list of JSON objects, got {'name'"),
-        ({"messages": [USER, HELLO], "tools": ["3"]}, "`tools` must be a list of JSON objects, got ['3']"),
-        ({"messages": [USER, HELLO], "tools": "{"}, "`tools` is not JSON"),
-        ({"messages": [USER, HELLO], "tools": [{"name": "f"}]}, "`tools`, which the chat template"),
-        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "`tools` goes with messages"),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({"messages": [USER]}, "no assistant message"),
+    ({"messages": [{"role": "user"}]}, "`role` and `content`"),
+    ({"messages": ["hello"]}, "`role` and `content`"),
+    ({"prompt": "a", "completion": [HELLO]}, "both text or both lists"),
+    ({"prompt": [USER], "completion": "ba"}, "both text or both lists"),
+    ({"conversations": [{"from": "robot", "value": "x"}]}, "`from` is 'robot'; known are"),
+    ({"conversations": [{"said": "x"}]}, "message 1: a turn needs `from` and `value`"),
+    ({"instruction": ["x"], "output": "y"}, "`instruction` must be text"),
+    ({"conversations": [{"from": ["human"], "value": "x"}]}, "`from` is ['human']; known are"),
+    ({"text": 3}, "`text` must be text"),
+    ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
+    ({"prompt": [USER], "completion": [USER, HELLO]}, "would come twice"),
+    ({"conversations": {"from": "human"}}, "`conversations` must be a list, got {'from'"),
+    ({"conversations": [{"from": "function_call", "value": "{"}]}, "message 1: the value of a function_call is"),
+    ({"instruction": "x", "output": "y", "history": [["x"]]}, "`history` must be a list of [instruction, output]"),
+    ({"messages": [USER, HELLO], "chat_template_kwargs": "x"}, "`chat_template_kwargs` must be an object, got 'x'"),
+    ({"messages": [USER, {"role": "assistant", "content": 3}]}, "message 2: `content` must be text or a list of"),
+    ({"messages": [USER, {**HELLO, "tool_calls": {"name": "f"}}]}, "message 2: `tool_calls` must be a list, got {"),
+    ({"messages": [USER, HELLO], "tools": {"name": "f"}}, "`tools` must be a list of JSON objects, got {'name'"),
+    ({"messages": [USER, HELLO], "tools": ["3"]}, "`tools` must be a list of JSON objects, got ['3']"),
+    ({"messages": [USER, HELLO], "tools": "{"}, "`tools` is not JSON"),
+    ({"messages": [USER, HELLO], "tools": [{"name": "f"}]}, "`tools`, which the chat template"),
+    ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "`tools` goes with messages"),
+])  # fmt: skip
 def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     message = refused(write(tmp_path / "a.jsonl", [row]), tokenizer)
     assert "a.jsonl, row 1: " in message and said in message
@@ -430,19 +417,16 @@ def test_roles_no_template_knows_count(tokenizer: Tokenizer, tmp_path: Path, cap
     assert "role" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("empty", "full"),
-    [
-        ({"messages": [USER, {"role": "assistant", "content": ""}]}, {"messages": [USER, HELLO]}),
-        ({"messages": [USER, {"role": "assistant", "content": " "}, USER, HELLO]}, {"messages": [USER, HELLO]}),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "<think>\n\n</think>\n\n"}]},
-            {"messages": [USER, {"role": "assistant", "content": "<yes>"}]},
-        ),
-        ({"prompt": "ab", "completion": ""}, {"prompt": "ab", "completion": "c"}),
-        ({"text": ""}, {"text": "a"}),
-    ],
-)
+@pytest.mark.parametrize(("empty", "full"), [
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, {"messages": [USER, HELLO]}),
+    ({"messages": [USER, {"role": "assistant", "content": " "}, USER, HELLO]}, {"messages": [USER, HELLO]}),
+    (
+        {"messages": [USER, {"role": "assistant", "content": "<think>\n\n</think>\n\n"}]},
+        {"messages": [USER, {"role": "assistant", "content": "<yes>"}]},
+    ),
+    ({"prompt": "ab", "completion": ""}, {"prompt": "ab", "completion": "c"}),
+    ({"text": ""}, {"text": "a"}),
+])  # fmt: skip
 def test_rows_with_an_empty_answer_are_counted(
     empty: dict[str, Any], full: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -474,14 +458,11 @@ def test_a_worker_that_dies_is_named(tokenizer: Tokenizer, tmp_path: Path, monke
             load(path, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("config", "row"),
-    [
-        (SftConfig, {"prompt": "a", "completion": "b" * 30}),
-        (DpoConfig, {"prompt": "a", "chosen": "b" * 30, "rejected": "a"}),
-        (RewardTrainingConfig, {"prompt": "a", "chosen": "b", "rejected": "a" * 30}),
-    ],
-)
+@pytest.mark.parametrize(("config", "row"), [
+    (SftConfig, {"prompt": "a", "completion": "b" * 30}),
+    (DpoConfig, {"prompt": "a", "chosen": "b" * 30, "rejected": "a"}),
+    (RewardTrainingConfig, {"prompt": "a", "chosen": "b", "rejected": "a" * 30}),
+])  # fmt: skip
 def test_samples_longer_than_the_positions_are_told_or_refused(
     config: type[SupervisedCommand], row: dict[str, Any], tiny_model: ModelFactory, tmp_path: Path
 ) -> None:

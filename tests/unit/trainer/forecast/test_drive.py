@@ -65,19 +65,16 @@ def test_ways_out_begin_with_the_cheapest() -> None:
 _LORA = {"model.lora": {"rank": 16, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear"}}
 
 
-@pytest.mark.parametrize(
-    ("card", "only", "init", "picked"),
-    [
-        (9.5, PICKABLE, "pretrained", {"model.logits_chunk_tokens": 256}),
-        (8, PICKABLE, "pretrained", {"row_tokens": 1024}),
-        (6.5, PICKABLE, "pretrained", {"model.logits_chunk_tokens": 256, "row_tokens": 1024}),
-        (5.5, PICKABLE, "pretrained", _LORA),
-        (5.5, PICKABLE, "random", {}),  # which has nothing to adapt
-        (8, ("model.logits_chunk_tokens", "model.lora"), "pretrained", _LORA),  # the user sets row_tokens
-        (4, PICKABLE, "pretrained", {}),  # never more ranks
-        (8, (), "pretrained", {}),
-    ],
-)
+@pytest.mark.parametrize(("card", "only", "init", "picked"), [
+    (9.5, PICKABLE, "pretrained", {"model.logits_chunk_tokens": 256}),
+    (8, PICKABLE, "pretrained", {"row_tokens": 1024}),
+    (6.5, PICKABLE, "pretrained", {"model.logits_chunk_tokens": 256, "row_tokens": 1024}),
+    (5.5, PICKABLE, "pretrained", _LORA),
+    (5.5, PICKABLE, "random", {}),  # which has nothing to adapt
+    (8, ("model.logits_chunk_tokens", "model.lora"), "pretrained", _LORA),  # the user sets row_tokens
+    (4, PICKABLE, "pretrained", {}),  # never more ranks
+    (8, (), "pretrained", {}),
+])  # fmt: skip
 def test_the_first_open_change_that_fits_is_picked(card: float, only: tuple[str, ...], init: str, picked: Any) -> None:
     class Planned:
         def forecast(self, config: TrainingCommand, _: Load) -> Forecast:

@@ -128,16 +128,13 @@ _ROPE = {"rope_theta": 1e4, "factor": 2.0}
 _YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "expected"),
-    [
-        *((kind, {}, (16, True)) for kind in ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gptj", "opt")),
-        *((kind, {}, (16, False)) for kind in ("llama", "qwen3", "gpt_neox")),
-        ("llama", {"rope_parameters": _ROPE | {"rope_type": "dynamic"}}, (16, True)),
-        ("llama", {"rope_parameters": _ROPE | {"rope_type": "linear"}}, (16, False)),
-        ("llama", {"rope_parameters": _ROPE | _YARN}, (32, False)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "fields", "expected"), [
+    *((kind, {}, (16, True)) for kind in ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gptj", "opt")),
+    *((kind, {}, (16, False)) for kind in ("llama", "qwen3", "gpt_neox")),
+    ("llama", {"rope_parameters": _ROPE | {"rope_type": "dynamic"}}, (16, True)),
+    ("llama", {"rope_parameters": _ROPE | {"rope_type": "linear"}}, (16, False)),
+    ("llama", {"rope_parameters": _ROPE | _YARN}, (32, False)),
+])  # fmt: skip
 def test_config_json_tells_how_long_samples_may_be_as_the_model_does(
     kind: str, fields: dict[str, Any], expected: tuple[int, bool], tiny_model: Models
 ) -> None:
@@ -183,15 +180,12 @@ def test_layers_are_compiled_where_that_is_asked_for_and_can_be(tiny_model: Mode
             SftConfig.model_validate({"output_dir": "run", **settings})
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "rules", "why"),
-    [
-        ("llama", 2, {}, "transformers cannot send tokens of LlamaForCausalLM .model.name = 'x'. to experts on other"),
-        ("qwen3_moe", 2, {"model.norm": "colwise"}, "transformers cannot send tokens of Qwen3MoeForCausalLM"),
-        ("qwen3_moe", 3, {}, "does not divide the 4 experts of model.layers.0.mlp.experts .model.name = 'x'."),
-        ("qwen3_moe", 1, {f"{PLANNED}.down_proj": "ep_dispatch_experts"}, "how to divide .*mlp.experts.down_proj"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "ranks", "rules", "why"), [
+    ("llama", 2, {}, "transformers cannot send tokens of LlamaForCausalLM .model.name = 'x'. to experts on other"),
+    ("qwen3_moe", 2, {"model.norm": "colwise"}, "transformers cannot send tokens of Qwen3MoeForCausalLM"),
+    ("qwen3_moe", 3, {}, "does not divide the 4 experts of model.layers.0.mlp.experts .model.name = 'x'."),
+    ("qwen3_moe", 1, {f"{PLANNED}.down_proj": "ep_dispatch_experts"}, "how to divide .*mlp.experts.down_proj"),
+])  # fmt: skip
 def test_experts_that_cannot_be_divided_are_refused(
     kind: str, ranks: int, rules: dict[str, str], why: str, tiny_model: Models, mesh: Mesh
 ) -> None:
@@ -270,14 +264,11 @@ def group(size: int, rank: int = 0) -> SequenceGroup:
     return SequenceGroup(rank, size, world)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("falcon_h1", "its tokens meet outside of attention"),
-        ("bloom", "its layers do not use transformers' attention interface"),
-        ("llama4_text", "what its tokens see depends on more than a sliding window"),
-    ],
-)
+@pytest.mark.parametrize(("name", "why"), [
+    ("falcon_h1", "its tokens meet outside of attention"),
+    ("bloom", "its layers do not use transformers' attention interface"),
+    ("llama4_text", "what its tokens see depends on more than a sliding window"),
+])  # fmt: skip
 def test_families_whose_tokens_meet_elsewhere_are_refused(name: str, why: str, mesh: Mesh, tmp_path: Path) -> None:
     directory = write_model(next(one for one in FAMILIES if one.name == name), tmp_path / "model", seed=2)
     policy = build_policy(TrainedModelConfig(name=str(directory)), mesh, seed=0)
@@ -286,15 +277,12 @@ def test_families_whose_tokens_meet_elsewhere_are_refused(name: str, why: str, m
         policy.share_rows(group(2))
 
 
-@pytest.mark.parametrize(
-    ("fields", "attention", "size", "why"),
-    [
-        ({}, "packed", 3, "its attention has 4 heads, which 3 ranks cannot share evenly"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 6}, "packed", 4, "has 6 heads of keys and values"),
-        ({}, "sdpa", 2, "would need a mask"),
-        ({}, "flash_attention_2", 2, "only packed attention is computed so"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "attention", "size", "why"), [
+    ({}, "packed", 3, "its attention has 4 heads, which 3 ranks cannot share evenly"),
+    ({"num_attention_heads": 12, "num_key_value_heads": 6}, "packed", 4, "has 6 heads of keys and values"),
+    ({}, "sdpa", 2, "would need a mask"),
+    ({}, "flash_attention_2", 2, "only packed attention is computed so"),
+])  # fmt: skip
 def test_what_cannot_be_sliced_is_refused(
     fields: dict[str, Any], attention: str, size: int, why: str, tiny_model: Models, mesh: Mesh
 ) -> None:
@@ -306,10 +294,9 @@ def test_what_cannot_be_sliced_is_refused(
         policy.share_rows(group(size))
 
 
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "ranks", "fits"),
-    [(8, 8, 4, True), (8, 2, 4, True), (8, 2, 8, True), (8, 8, 16, False), (12, 6, 4, False), (6, 2, 4, False)],
-)
+@pytest.mark.parametrize(("heads", "key_heads", "ranks", "fits"), [
+    (8, 8, 4, True), (8, 2, 4, True), (8, 2, 8, True), (8, 8, 16, False), (12, 6, 4, False), (6, 2, 4, False),
+])  # fmt: skip
 def test_heads_are_shared_evenly_or_repeated(heads: int, key_heads: int, ranks: int, fits: bool) -> None:
     assert (reason_against(heads, key_heads, ranks) == "") == fits
 

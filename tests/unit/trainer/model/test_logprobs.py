@@ -10,14 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.protocol.rollouts import Sampling
-from holdfast.trainer.model.logprobs import (
-    Reading,
-    Readout,
-    SamplingByToken,
-    plain_head,
-    sums_by_products,
-    token_logprobs,
-)
+from holdfast.trainer.model import logprobs as model_logprobs
+from holdfast.trainer.model.logprobs import Reading, Readout, SamplingByToken, plain_head, token_logprobs
 
 N, H, V = 11, 6, 17
 
@@ -231,10 +225,10 @@ def test_a_target_at_the_border_has_one_log_probability_and_cut_tokens_weigh_not
 def test_running_sums_by_products_are_running_sums(size: int) -> None:
     """They take the place of `cumsum` where CUDA's must repeat."""
     values_CV = torch.rand(3, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
-    torch.testing.assert_close(sums_by_products(values_CV), values_CV.cumsum(-1))
+    torch.testing.assert_close(model_logprobs.sums_by_products(values_CV), values_CV.cumsum(-1))
     logits_CV = torch.randn(3, size, generator=torch.Generator().manual_seed(size)) * 4
-    probabilities_CV = logits_CV.softmax(-1).sort(-1).values
-    torch.testing.assert_close(sums_by_products(probabilities_CV), probabilities_CV.cumsum(-1), rtol=0, atol=1e-6)
+    probs_CV = logits_CV.softmax(-1).sort(-1).values
+    torch.testing.assert_close(model_logprobs.sums_by_products(probs_CV), probs_CV.cumsum(-1), rtol=0, atol=1e-6)
 
 
 def test_tokens_of_several_distributions_are_read_as_those_of_each_alone() -> None:

@@ -17,17 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from holdfast.config.training import AdamWConfig, TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError
+from holdfast.run import weights as run_weights
 from holdfast.run.checkpoints import Kind, kind_of
 from holdfast.run.run_dir import RunDir
-from holdfast.run.weights import (
-    _WITHOUT_EFFECT,
-    ADAPTER_DIR,
-    ADAPTER_NAME,
-    Base,
-    read_base,
-    read_scaling,
-    tensors_digest,
-)
+from holdfast.run.weights import _WITHOUT_EFFECT, ADAPTER_DIR, ADAPTER_NAME, Base, read_base, read_scaling
 from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.data.packing import Sample, build_micro_batch
@@ -138,7 +131,7 @@ def test_a_resume_with_another_base_is_refused_before_anything_is_loaded(
 def test_the_digest_of_a_base_is_what_it_is_defined_to_be() -> None:
     tensors = {"b": torch.tensor([1.5], dtype=torch.bfloat16), "a": torch.zeros(2, 3)}
     by_hand = [("a", (2, 3), memoryview(bytes(24))), ("b", (1,), memoryview(np.float32(1.5).tobytes()))]
-    assert digest_of(tensors) == tensors_digest(by_hand)
+    assert digest_of(tensors) == run_weights.tensors_digest(by_hand)
     assert digest_of(tensors) != digest_of(tensors | {"b": torch.tensor([1.25])})
     assert digest_of({"a": torch.zeros(2, 3)}) != digest_of({"a": torch.zeros(3, 2)})
 
@@ -240,9 +233,8 @@ def test_every_setting_of_peft_is_refused_or_computes_what_peft_does(
         if not makes:
             path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
         factors = load_file(tmp_path / ADAPTER_NAME)
-        layers = sorted(
-            {key.split(".lora_")[0].removeprefix("base_model.model.") for key in factors if ".lora_" in key}
-        )
+        lora_keys = (key for key in factors if ".lora_" in key)
+        layers = sorted({key.split(".lora_")[0].removeprefix("base_model.model.") for key in lora_keys})
         try:
             scaling = read_scaling(tmp_path)
             policy = build(rank=scaling.r, alpha=scaling.alpha, target_modules=layers)

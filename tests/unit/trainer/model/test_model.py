@@ -210,24 +210,21 @@ def with_config(**fields: Any) -> Callable[[Path], object]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("prepare", "said"),
-    [
-        (lambda path: (path / "config.json").unlink(), "no model config"),
-        (lambda path: (path / "config.json").write_text("{"), "no model config"),
-        (lambda path: (path / "config.json").write_text('{"model_type": "no_such_kind"}'), "no such kind of model"),
-        (lambda path: (path / "model.safetensors").unlink(), "model.init = random"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "its header cannot be read"),
-        (with_tensors(lambda of: without(of, UP)), f"lack 1 tensors, such as {UP}"),
-        (with_tensors(lambda of: of | {NORM: torch.ones(7)}), f"{NORM} is (7,) torch.float32 there, (32,) torch.fl"),
-        (with_config(num_attention_heads=5), "is (32, 32) torch.float32 there, (32, 40) torch.float32 here"),
-        (with_config(hidden_act="no_such"), "cannot build a causal language model of type qwen3 with eager"),
-        (with_config(rope_parameters={"rope_type": "no_such"}), "with eager attention. KeyError: 'no_such'"),
-        (with_config(hidden_size="32"), "Field 'hidden_size' expected int"),
-        (with_config(num_hidden_layers=3), "`num_hidden_layers` (3) must be equal to the number of `layer_types` (2)"),
-        (with_config(quantization_config={"quant_method": "gptq", "bits": 4}), "its weights are quantised (gptq, see"),
-    ],
-)
+@pytest.mark.parametrize(("prepare", "said"), [
+    (lambda path: (path / "config.json").unlink(), "no model config"),
+    (lambda path: (path / "config.json").write_text("{"), "no model config"),
+    (lambda path: (path / "config.json").write_text('{"model_type": "no_such_kind"}'), "no such kind of model"),
+    (lambda path: (path / "model.safetensors").unlink(), "model.init = random"),
+    (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "its header cannot be read"),
+    (with_tensors(lambda of: without(of, UP)), f"lack 1 tensors, such as {UP}"),
+    (with_tensors(lambda of: of | {NORM: torch.ones(7)}), f"{NORM} is (7,) torch.float32 there, (32,) torch.fl"),
+    (with_config(num_attention_heads=5), "is (32, 32) torch.float32 there, (32, 40) torch.float32 here"),
+    (with_config(hidden_act="no_such"), "cannot build a causal language model of type qwen3 with eager"),
+    (with_config(rope_parameters={"rope_type": "no_such"}), "with eager attention. KeyError: 'no_such'"),
+    (with_config(hidden_size="32"), "Field 'hidden_size' expected int"),
+    (with_config(num_hidden_layers=3), "`num_hidden_layers` (3) must be equal to the number of `layer_types` (2)"),
+    (with_config(quantization_config={"quant_method": "gptq", "bits": 4}), "its weights are quantised (gptq, see"),
+])  # fmt: skip
 def test_a_directory_that_is_no_model_is_named(
     prepare: Callable[[Path], object], said: str, tiny_model: Models, mesh: Mesh, tmp_path: Path
 ) -> None:

@@ -134,9 +134,7 @@ def test_in_bfloat16_values_are_float32_and_so_are_the_masters(tiny_model: Model
     assert local_part(model.hf_model.get_parameter("score.weight").grad).norm() > 0.1  # type: ignore[arg-type]
 
 
-def test_what_is_published_loads_in_transformers_with_equal_scores(
-    tiny_model: Models, mesh: Mesh, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_transformers_gives_equal_scores(tiny_model: Models, mesh: Mesh, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = build(tiny_model(), mesh).eval()
     published = WeightPublisher(RunDir(tmp_path), model, tokenizer, mesh, dtype="float32").publish(1)
     theirs = AutoModelForSequenceClassification.from_pretrained(published, dtype=torch.float32)
@@ -167,13 +165,10 @@ BERT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "said"),
-    [
-        ("codegen", {"n_embd": 32, "n_layer": 1, "n_head": 4}, "no sequence classification for codegen"),
-        ("bert", BERT, "BertForSequenceClassification has no linear head named score.weight"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "config", "said"), [
+    ("codegen", {"n_embd": 32, "n_layer": 1, "n_head": 4}, "no sequence classification for codegen"),
+    ("bert", BERT, "BertForSequenceClassification has no linear head named score.weight"),
+])  # fmt: skip
 def test_models_that_cannot_score(kind: str, config: dict[str, Any], said: str, mesh: Mesh, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config}))
     with pytest.raises(DataError, match=said):
@@ -219,15 +214,12 @@ def test_another_tokenizer_and_a_language_model_are_refused(directory: Path, tin
         RewardModel(str(tiny_model()), policy_config(tiny_model), mesh)
 
 
-@pytest.mark.parametrize(
-    ("pads", "published", "told"),
-    [
-        ((7, 1), 7, ""),
-        ((None, 1), 1, ""),
-        ((None, None), None, "neither model nor tokenizer has a pad token"),
-        ((None, 9), 9, "answers end in token 9, which is also the padding"),
-    ],
-)
+@pytest.mark.parametrize(("pads", "published", "told"), [
+    ((7, 1), 7, ""),
+    ((None, 1), 1, ""),
+    ((None, None), None, "neither model nor tokenizer has a pad token"),
+    ((None, 9), 9, "answers end in token 9, which is also the padding"),
+])  # fmt: skip
 def test_the_padding_of_a_reward_model_is_told_where_it_would_mislead_transformers(
     pads: Any, published: int | None, told: str, tiny_model: Models, mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -155,22 +155,19 @@ def test_a_resumed_run_checks_its_models_again_only_if_something_has_changed(tmp
 _BIOGPT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "lora", "is_random"),
-    [
-        ("llama", {}, None, False),
-        ("llama", {"attention_dropout": 0.1}, None, True),
-        ("llama", {}, {"dropout": 0.1}, True),
-        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.5}, None, False),
-        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1}, None, True),
-        ("biogpt", _BIOGPT, None, False),  # it draws numbers, and does nothing with them
-        ("biogpt", _BIOGPT | {"hidden_dropout_prob": 0.1}, None, True),
-        ("biogpt", _BIOGPT | {"activation_dropout": 0.1}, None, True),
-        ("starcoder2", {"residual_dropout": 0.1}, None, True),
-        ("mixtral", {"router_jitter_noise": 0.1}, None, True),
-        ("phimoe", {"router_jitter_noise": 2.0}, None, True),  # it draws experts that score alike by lot
-    ],
-)
+@pytest.mark.parametrize(("name", "fields", "lora", "is_random"), [
+    ("llama", {}, None, False),
+    ("llama", {"attention_dropout": 0.1}, None, True),
+    ("llama", {}, {"dropout": 0.1}, True),
+    ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.5}, None, False),
+    ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1}, None, True),
+    ("biogpt", _BIOGPT, None, False),  # it draws numbers, and does nothing with them
+    ("biogpt", _BIOGPT | {"hidden_dropout_prob": 0.1}, None, True),
+    ("biogpt", _BIOGPT | {"activation_dropout": 0.1}, None, True),
+    ("starcoder2", {"residual_dropout": 0.1}, None, True),
+    ("mixtral", {"router_jitter_noise": 0.1}, None, True),
+    ("phimoe", {"router_jitter_noise": 2.0}, None, True),  # it draws experts that score alike by lot
+])  # fmt: skip
 def test_what_is_random_in_training_is_found_whatever_it_is_called(
     name: str, fields: dict[str, Any], lora: dict[str, Any] | None, is_random: bool, build: Build, mesh: Mesh
 ) -> None:

@@ -133,14 +133,11 @@ def test_published_names_and_shapes_are_the_originals_and_load_bit_for_bit(
         assert torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize(
-    ("family", "extra"),
-    [
-        ("gpt2", {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "h.1.attn.bias": torch.ones(1, 1, 4, 4)}),
-        ("llama", {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
-        ("deepseek_v3", {"model.layers.61.mlp.up_proj.weight": torch.ones(3, 3)}),
-    ],
-)
+@pytest.mark.parametrize(("family", "extra"), [
+    ("gpt2", {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "h.1.attn.bias": torch.ones(1, 1, 4, 4)}),
+    ("llama", {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    ("deepseek_v3", {"model.layers.61.mlp.up_proj.weight": torch.ones(3, 3)}),
+])  # fmt: skip
 def test_an_engine_does_not_ask_for_what_transformers_leaves_out_of_the_original(
     family: str, extra: dict[str, Tensor], publish: Publish, tiny_model: ModelFactory, tmp_path: Path
 ) -> None:

@@ -51,23 +51,20 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
     logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize(
-    ("given_", "is_taken"),
-    [
-        ({}, True),
-        ({"dtype": torch.float16}, True),
-        ({"head_dims": (192, 128)}, True),
-        ({"head_dims": (10, 10)}, True),
-        ({"is_usable": False}, False),
-        ({"dtype": torch.float32}, False),
-        ({"value_dtype": torch.float16}, False),
-        ({"head_dims": (512, 512)}, False),
-        ({"head_dims": (64, 320)}, False),
-        ({"dropout": 0.1}, False),
-        ({"softcap": 50.0}, False),
-        ({"has_sinks": True}, False),
-    ],
-)
+@pytest.mark.parametrize(("given_", "is_taken"), [
+    ({}, True),
+    ({"dtype": torch.float16}, True),
+    ({"head_dims": (192, 128)}, True),
+    ({"head_dims": (10, 10)}, True),
+    ({"is_usable": False}, False),
+    ({"dtype": torch.float32}, False),
+    ({"value_dtype": torch.float16}, False),
+    ({"head_dims": (512, 512)}, False),
+    ({"head_dims": (64, 320)}, False),
+    ({"dropout": 0.1}, False),
+    ({"softcap": 50.0}, False),
+    ({"has_sinks": True}, False),
+])  # fmt: skip
 def test_the_kernel_is_taken_for_what_it_can_do(
     given_: dict[str, Any], is_taken: bool, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
@@ -212,9 +209,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=without_marks, id="compiled")])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("shared", [0, 3])
-def test_the_kernel_of_torch_takes_what_it_is_given(
-    shared: int, kv_heads: int, is_compiled: bool, capability: list[int]
-) -> None:
+def test_the_kernel_takes_what_is_given(shared: int, kv_heads: int, is_compiled: bool, capability: list[int]) -> None:
     """On the `meta` device, where torch checks the call and computes shapes alone, also of the gradients."""
     assert capability == [9, 0]
     meta = torch.device("meta")

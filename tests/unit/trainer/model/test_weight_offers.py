@@ -186,9 +186,7 @@ def test_a_sender_that_stops_is_noticed(offers: WeightOffers, tmp_path: Path, mo
     is_over.set()
 
 
-def test_no_thread_stays_behind_a_transfer_that_is_given_up(
-    offers: WeightOffers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_outlives_its_transfer(offers: WeightOffers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_offers, "_GROUP_BYTES", 48)
     offers.offer(1, tensors())
     incoming = join(offered(tmp_path))

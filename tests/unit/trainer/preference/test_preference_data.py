@@ -23,25 +23,12 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.packing_check import PACKED, Layout
 from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.preference import pairs as pairing
+from holdfast.trainer.preference import reference as preference_reference
 from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import kto_loss
-from holdfast.trainer.preference.pairs import (
-    LabelledAnswer,
-    Pair,
-    fingerprint_preferences,
-    load_answers,
-    load_pairs,
-    mismatched_places,
-    plan_preferences,
-    split_preferences,
-)
-from holdfast.trainer.preference.reference import (
-    Reference,
-    ReferenceTable,
-    ReferenceWork,
-    predict_pairs,
-    reference_logprobs,
-)
+from holdfast.trainer.preference.pairs import LabelledAnswer, Pair, fingerprint_preferences, load_answers
+from holdfast.trainer.preference.reference import Reference, ReferenceTable, predict_pairs, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
 from tests.builders.plain_models import copy_with_other_tokens
@@ -67,7 +54,7 @@ def settings(path: Path, rows: list[dict[str, Any]], **more: Any) -> PreferenceD
 
 def read(path: Path, rows: list[dict[str, Any]], tokenizer: Tokenizer, formats: Any = None, **more: Any) -> list[Pair]:
     """Return the pairs of rows, which are written into a file first."""
-    return load_pairs(settings(path, rows, **more), tokenizer, **({"formats": formats} if formats else {}))
+    return pairing.load_pairs(settings(path, rows, **more), tokenizer, **({"formats": formats} if formats else {}))
 
 
 def trained(tokenizer: Tokenizer, pair: Pair) -> tuple[object, ...]:
@@ -151,7 +138,7 @@ def test_a_table_of_the_reference_of_which_a_byte_is_damaged_is_no_other_table(t
 
 
 def _beside(config: DpoConfig, pairs: list[Pair], mesh: Mesh) -> ReferenceTable:
-    work = ReferenceWork(config, mesh, pairs, pairs, [])
+    work = preference_reference.ReferenceWork(config, mesh, pairs, pairs, [])
     work.compute_beside()
     return work.table
 
@@ -189,24 +176,21 @@ def test_too_long_pairs_are_refused_dropped_or_cut(tmp_path: Path, tokenizer: To
     assert len(cut) == 2 and max(len(side.token_ids) for pair in cut for side in pair.sides) == 9
 
 
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"prompt": "a", "completion": "b"}, "chosen"),
-        ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "row 1: rows need"),
-        ({"chosen": "b", "rejected": "c"}, "row 1: rows need .* begin differently"),
-        ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, "row 1: rows need"),
-        ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "row 1: rows need .* begin with different"),
-        (
-            {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
-            "row 1: `prompt` is 'q', which none of the messages says",
-        ),
-        (
-            {"prompt": [user("a")], "chosen": [user("a"), assistant("b")], "rejected": [assistant("c")]},
-            "row 1: the answer begins with the messages of `prompt`",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "named"), [
+    ({"prompt": "a", "completion": "b"}, "chosen"),
+    ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "row 1: rows need"),
+    ({"chosen": "b", "rejected": "c"}, "row 1: rows need .* begin differently"),
+    ({"prompt": [user("a")], "chosen": "b", "rejected": "c"}, "row 1: rows need"),
+    ({"chosen": [assistant("b")], "rejected": [assistant("c")]}, "row 1: rows need .* begin with different"),
+    (
+        {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
+        "row 1: `prompt` is 'q', which none of the messages says",
+    ),
+    (
+        {"prompt": [user("a")], "chosen": [user("a"), assistant("b")], "rejected": [assistant("c")]},
+        "row 1: the answer begins with the messages of `prompt`",
+    ),
+])  # fmt: skip
 def test_rows_that_are_no_pairs_are_refused(tmp_path: Path, tokenizer: Tokenizer, row: Any, named: str) -> None:
     with pytest.raises(DataError, match=named) as caught:
         read(tmp_path, [row], tokenizer)
@@ -219,7 +203,7 @@ def test_rows_that_are_no_pairs_are_refused(tmp_path: Path, tokenizer: Tokenizer
 def test_every_pair_is_in_one_micro_batch_of_one_rank(layout: Layout, world_size: int, pack: bool) -> None:
     pairs = ragged_pairs(17)
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=2, pack=pack)
-    plans = plan_preferences(pairs, layout, config, world_size)
+    plans = pairing.plan_preferences(pairs, layout, config, world_size)
     assert len({len(plan) for plan in plans}) == 1
     assert sorted(index for plan in plans for micro in plan for index in micro) == list(range(17))
     for micro in (micro for plan in plans for micro in plan):
@@ -229,7 +213,7 @@ def test_every_pair_is_in_one_micro_batch_of_one_rank(layout: Layout, world_size
 def test_the_sides_of_a_pair_share_their_prompt_and_so_more_pairs_a_row(policy: Policy, mesh: Mesh) -> None:
     pairs = ragged_pairs(17)
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=2)
-    shared, apart = (plan_preferences(pairs, policy.layout, config, 1, share=share)[0] for share in (True, False))
+    shared, apart = (pairing.plan_preferences(pairs, policy.layout, config, 1, share=on)[0] for on in (True, False))
     sides = [side for pair in pairs for side in pair.sides]
     places = [[2 * index + side for index in micro for side in (0, 1)] for micro in shared]
     rows = [build_micro_batch(sides, own, pack=True, share=True, device=mesh.device) for own in places]
@@ -249,7 +233,7 @@ def test_the_prompt_of_a_pair_attends_to_itself_once_and_costs_as_much() -> None
     pairs = [pair(0, prompt=100, answer=5), *(pair(number, prompt=5, answer=75) for number in (1, 2))]
     layout = replace(PACKED, shares=True, pair_cost=1.0)
     config = PreferenceDataConfig(seq_len=512, micro_batch_size=1)
-    plans = plan_preferences(pairs, layout, config, world_size=2, share=True)
+    plans = pairing.plan_preferences(pairs, layout, config, world_size=2, share=True)
     assert sorted(sorted(row) for plan in plans for row in plan) == [[0, 1], [2]]
 
 
@@ -342,12 +326,12 @@ def test_every_answer_is_taken_once_with_another_prompt_unless_one_prompt_has_mo
         prompts = [bytes([letter]) for letter in random.integers(0, random.integers(2, 9), count)]
         if len(set(prompts)) < 2:
             continue
-        others = mismatched_places(prompts)
+        others = pairing.mismatched_places(prompts)
         assert all(prompts[other] != prompts[place] for place, other in enumerate(others)), case
         most = max(map(prompts.count, set(prompts)))
         taken = [others.count(place) for place in range(count)]
         assert set(taken) == {1} if 2 * most <= count else max(taken) <= -(-most // (count - most)), case
-    assert mismatched_places([b"a"] * 3) == mismatched_places([b"a"]) == []
+    assert pairing.mismatched_places([b"a"] * 3) == pairing.mismatched_places([b"a"]) == []
 
 
 def text_of(tokenizer: Tokenizer, sample: Sample) -> str:
@@ -370,7 +354,7 @@ def test_labelled_rows(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_pairs_are_a_good_and_a_bad_answer_each(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = settings(tmp_path, [{**TEXTS[0], "rejected": "ab"}, TEXTS[1]])
-    answers, pairs = load_answers(config, tokenizer), load_pairs(config, tokenizer)
+    answers, pairs = load_answers(config, tokenizer), pairing.load_pairs(config, tokenizer)
     assert [(answer.is_desirable, answer.row) for answer in answers] == [(True, 0), (False, 0), (True, 1), (False, 1)]
     sides = [side for pair in pairs for side in pair.sides]
     assert [text_of(tokenizer, answer.answer) for answer in answers] == [text_of(tokenizer, side) for side in sides]
@@ -423,13 +407,13 @@ def ragged_answers(count: int) -> list[LabelledAnswer]:
 def test_held_out_pairs_keep_their_numbers_and_both_answers_of_a_row_go_together() -> None:
     pairs, answers = ragged_pairs(20), ragged_answers(20)
     for given, fraction, sizes in ((pairs, 0.25, (15, 5)), (answers, 0.3, (14, 6))):
-        training, held_out = split_preferences(given, fraction, seed=1)
+        training, held_out = pairing.split_preferences(given, fraction, seed=1)
         assert (len(training), len(held_out)) == sizes
         assert sorted(one.number for one in (*training, *held_out)) == list(range(20))
         assert all(given[one.number] is one for one in (*training, *held_out))
     assert not {answer.row for answer in training} & {answer.row for answer in held_out}
     with pytest.raises(DataError, match="validation_fraction"):
-        split_preferences([], 0.9, seed=1)
+        pairing.split_preferences([], 0.9, seed=1)
 
 
 def objective_of(

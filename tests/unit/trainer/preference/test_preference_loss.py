@@ -86,46 +86,37 @@ def test_extremes_stay_finite(
         assert gradient.abs().max() <= bound, "whatever the log-ratios, a pair pulls by beta at most"
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (
-            {"type": "apo_zero", "label_smoothing": 0.1},
-            "no effect with loss.type = 'apo_zero' .flag --loss.: it belongs to 'dpo', 'robust'.",
-        ),
-        ({"type": "dpo", "margin": 1.0}, "margin"),
-        (
-            {"type": "ipo", "odpo_alpha": 1.0},
-            "no effect with loss.type = 'ipo' .flag --loss.: it belongs to 'dpo'. .* set loss.type to 'dpo'",
-        ),
-        (
-            {"type": "dpo", "odpo_alpha": 1.0, "label_smoothing": 0.1},
-            "odpo_alpha = 1.0 does not go with label_smoothing = 0.1",
-        ),
-        (
-            {"type": "orpo", "rpo_alpha": 1.0},
-            "no effect with loss.type = 'orpo' .flag --loss.: it belongs to 'dpo', 'ipo'",
-        ),
-        ({"type": "dpo", "rpo_alpha": -1.0}, "rpo_alpha"),
-        (
-            {"type": "simpo", "reference": "precomputed"},
-            "no effect with loss.type = 'simpo' .flag --loss.: it belongs to 'dpo'",
-        ),
-        ({"type": "simpo", "reference_model": "b"}, "'loss.reference_model' has no effect with loss.type = 'simpo'"),
-        (
-            {"type": "dpo", "reference": "none", "reference_model": "b"},
-            "reference_model = 'b' has no use with reference = none",
-        ),
-        ({"type": "dpo", "beta": 0.0}, "beta"),
-        ({"type": "kto", "reference": "none"}, "'loss.reference' should be 'precomputed', got \"none\""),
-        ({"type": "kto", "rpo_alpha": 1.0}, "'loss.rpo_alpha' has no effect with loss.type = 'kto'"),
-        ({"type": "kto", "odpo_alpha": 1.0}, "no effect with loss.type = 'kto'"),
-        ({"type": "kto", "label_smoothing": 0.1}, "label_smoothing"),
-        ({"type": "kto", "desirable_weight": 0.0}, "desirable_weight"),
-        ({"type": "dpo", "undesirable_weight": 2.0}, "it belongs to 'kto'"),
-        ({"type": "simpoo"}, "no 'simpoo'. Did you mean 'simpo'.*Allowed: dpo, ipo"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "named"), [
+    (
+        {"type": "apo_zero", "label_smoothing": 0.1},
+        "no effect with loss.type = 'apo_zero' .flag --loss.: it belongs to 'dpo', 'robust'.",
+    ),
+    ({"type": "dpo", "margin": 1.0}, "margin"),
+    (
+        {"type": "ipo", "odpo_alpha": 1.0},
+        "no effect with loss.type = 'ipo' .flag --loss.: it belongs to 'dpo'. .* set loss.type to 'dpo'",
+    ),
+    (
+        {"type": "dpo", "odpo_alpha": 1.0, "label_smoothing": 0.1},
+        "odpo_alpha = 1.0 does not go with label_smoothing = 0.1",
+    ),
+    ({"type": "orpo", "rpo_alpha": 1.0}, "no effect with loss.type = 'orpo' .flag --loss.: it belongs to 'dpo', 'ipo'"),
+    ({"type": "dpo", "rpo_alpha": -1.0}, "rpo_alpha"),
+    ({"type": "simpo", "reference": "precomputed"}, "no effect with loss.type = 'simpo' .*loss.: it belongs to 'dpo'"),
+    ({"type": "simpo", "reference_model": "b"}, "'loss.reference_model' has no effect with loss.type = 'simpo'"),
+    (
+        {"type": "dpo", "reference": "none", "reference_model": "b"},
+        "reference_model = 'b' has no use with reference = none",
+    ),
+    ({"type": "dpo", "beta": 0.0}, "beta"),
+    ({"type": "kto", "reference": "none"}, "'loss.reference' should be 'precomputed', got \"none\""),
+    ({"type": "kto", "rpo_alpha": 1.0}, "'loss.rpo_alpha' has no effect with loss.type = 'kto'"),
+    ({"type": "kto", "odpo_alpha": 1.0}, "no effect with loss.type = 'kto'"),
+    ({"type": "kto", "label_smoothing": 0.1}, "label_smoothing"),
+    ({"type": "kto", "desirable_weight": 0.0}, "desirable_weight"),
+    ({"type": "dpo", "undesirable_weight": 2.0}, "it belongs to 'kto'"),
+    ({"type": "simpoo"}, "no 'simpoo'. Did you mean 'simpo'.*Allowed: dpo, ipo"),
+])  # fmt: skip
 def test_settings_that_a_loss_does_not_know_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_command_line(DpoConfig, ["--loss", json.dumps(settings)])

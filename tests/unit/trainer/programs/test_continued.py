@@ -120,18 +120,15 @@ def other_model(settings: dict[str, Any], other: Path) -> dict[str, Any]:
     return settings | {"model": settings["model"] | {"name": str(other)}}
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("sft, adapters", other_model, "adapters were trained on other weights"),
-        ("reward-model, adapters", other_model, "adapters were trained on other weights"),
-        ("sft, adapters", lambda s, _: s | {"model": {"name": s["model"]["name"]}}, "model.lora: set -> unset"),
-        ("sft, adapters", lambda s, _: s | {"model": s["model"] | {"lora": {"rank": 4}}}, "model.lora.rank: 2 -> 4"),
-        ("dpo", lambda s, _: s | {"data": s["data"] | {"too_long": "truncate", "seq_len": 12}}, "about other pairs"),
-        ("dpo, adapters, another reference", lambda s, _: s | {"loss": {}}, "under the reference model"),
-        ("dpo, adapters, another reference", lambda s, o: s | {"loss": {"reference_model": str(o)}}, "under the ref"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("sft, adapters", other_model, "adapters were trained on other weights"),
+    ("reward-model, adapters", other_model, "adapters were trained on other weights"),
+    ("sft, adapters", lambda s, _: s | {"model": {"name": s["model"]["name"]}}, "model.lora: set -> unset"),
+    ("sft, adapters", lambda s, _: s | {"model": s["model"] | {"lora": {"rank": 4}}}, "model.lora.rank: 2 -> 4"),
+    ("dpo", lambda s, _: s | {"data": s["data"] | {"too_long": "truncate", "seq_len": 12}}, "about other pairs"),
+    ("dpo, adapters, another reference", lambda s, _: s | {"loss": {}}, "under the reference model"),
+    ("dpo, adapters, another reference", lambda s, o: s | {"loss": {"reference_model": str(o)}}, "under the ref"),
+])  # fmt: skip
 def test_what_a_run_depends_on_must_be_what_it_began_with(
     name: str, change: Change, message: str, programs: Programs, tiny_model: ModelFactory, tmp_path: Path
 ) -> None:

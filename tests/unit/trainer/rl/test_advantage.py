@@ -198,17 +198,14 @@ def test_the_pull_of_online_dpo_does_not_overflow(log_ratio: float) -> None:
     assert best == -worst == pytest.approx(2 * 0.1 / (1 + np.exp(np.float128(0.2 * log_ratio))))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kl": None}, "compares with a reference: set kl"),
-        ({"loss": {"type": "policy_gradient"}}, "with this policy loss alone"),
-        ({"loss": NEEDED["online_dpo"]["loss"] | {"constant_tokens": 8}}, "with this policy loss alone"),
-        ({"updates": {"epochs": 2}}, "does not go with updates of more than one"),
-        ({"kl": {"coef": 0.1}}, "does not go with kl.coef above 0"),
-        ({"rewards": {"truncated": "mask"}}, "does not go with rewards.truncated"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"kl": None}, "compares with a reference: set kl"),
+    ({"loss": {"type": "policy_gradient"}}, "with this policy loss alone"),
+    ({"loss": NEEDED["online_dpo"]["loss"] | {"constant_tokens": 8}}, "with this policy loss alone"),
+    ({"updates": {"epochs": 2}}, "does not go with updates of more than one"),
+    ({"kl": {"coef": 0.1}}, "does not go with kl.coef above 0"),
+    ({"rewards": {"truncated": "mask"}}, "does not go with rewards.truncated"),
+])  # fmt: skip
 def test_what_would_be_another_gradient_than_that_of_dpo_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerConfig.model_validate({"advantage": "online_dpo"} | NEEDED["online_dpo"] | settings)

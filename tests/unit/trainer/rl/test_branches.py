@@ -180,16 +180,12 @@ def reading_advantage(groups: Any) -> list[list[float]]:
     return [[one.reward for one in group] for group in groups]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": {"coef": 0.1, "place": "reward"}},
-        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}},
-        {"advantage": f"{__name__}:reading_advantage", "rewards": {"truncated": "mask"}},
-    ],
-    ids=["grpo", "gae", "gspo", "own"],
-)
+@pytest.mark.parametrize("settings", [
+    {},
+    {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": {"coef": 0.1, "place": "reward"}},
+    {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}},
+    {"advantage": f"{__name__}:reading_advantage", "rewards": {"truncated": "mask"}},
+], ids=["grpo", "gae", "gspo", "own"])  # fmt: skip
 def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
     tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: Any
 ) -> None:
@@ -213,10 +209,8 @@ def test_a_step_takes_rollouts_with_branches_whatever_is_trained_and_measured(
             for start, end in zip(one.starts, [*one.starts[1:], len(one.token_ids)], strict=True)
         ]
         for measured in (samples, own):
-            [[minibatch]] = plan_epochs(
-                measured, UpdatesConfig(), row_tokens=30, mesh=mesh, seed=0, step=1, layout=PACKED
-            )
-            run.parts.critic.measure([minibatch])
+            [[whole]] = plan_epochs(measured, UpdatesConfig(), row_tokens=30, mesh=mesh, seed=0, step=1, layout=PACKED)
+            run.parts.critic.measure([whole])
         joined = np.concatenate([one.per_token[VALUE] for one in own])
         together = np.concatenate([one.per_token[VALUE] for one in samples])
         np.testing.assert_allclose(together, joined, rtol=1e-5, atol=1e-6)

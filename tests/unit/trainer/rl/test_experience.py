@@ -14,23 +14,11 @@ from holdfast.config.algorithm import CriticConfig
 from holdfast.errors import DataError
 from holdfast.protocol.rollouts import Rewards, Rollout, StepRewards, TokenIds
 from holdfast.trainer.data.packing import Sample
+from holdfast.trainer.rl import assign_advantages as rl_assign_advantages
+from holdfast.trainer.rl import batch as rl_batch
 from holdfast.trainer.rl.advantages import generalized_advantages
-from holdfast.trainer.rl.assign_advantages import (
-    add_distillation,
-    advantage_metrics,
-    assign_advantages,
-    assign_gae_advantages,
-    whiten_advantages,
-)
-from holdfast.trainer.rl.batch import (
-    ADVANTAGE,
-    OLD_LOGPROB,
-    REFERENCE_LOGPROB,
-    RETURN,
-    SAMPLER_LOGPROB,
-    VALUE,
-    without_truncated,
-)
+from holdfast.trainer.rl.assign_advantages import advantage_metrics, assign_gae_advantages, whiten_advantages
+from holdfast.trainer.rl.batch import ADVANTAGE, OLD_LOGPROB, REFERENCE_LOGPROB, RETURN, SAMPLER_LOGPROB, VALUE
 from holdfast.trainer.rl.kl import KlPenalty, kl_of_sequences
 from holdfast.trainer.rl.losses import value_loss
 from holdfast.trainer.rl.metrics import explained_variance, value_sums
@@ -122,10 +110,10 @@ def test_the_metrics_of_advantages_count_trained_tokens_alone() -> None:
 
 def test_what_a_teacher_did_not_judge_cannot_be_distilled() -> None:
     samples = make_samples()
-    assign_advantages(samples, [[0.0] * len(samples)])
+    rl_assign_advantages.assign_advantages(samples, [[0.0] * len(samples)])
     del samples[2].per_token[REFERENCE_LOGPROB]
     with pytest.raises(DataError, match="needs the log-probabilities of a teacher, and the batch has none"):
-        add_distillation(samples, 1.0)
+        rl_assign_advantages.add_distillation(samples, 1.0)
 
 
 def test_a_judged_rollout_holds_what_it_earned_token_by_token() -> None:
@@ -184,7 +172,7 @@ def test_rewards_of_steps_that_end_at_unsampled_tokens_are_refused(places: list[
 def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> None:
     samples = make_samples()
     rollouts = make_rollouts(samples, truncated=(0, 3))
-    trained = without_truncated(samples, rollouts)
+    trained = rl_batch.without_truncated(samples, rollouts)
     assert [one.num_targets for one in trained] == [0, 2, 3, 0, 0, 1]
     assert all(one.per_token is whole.per_token for one, whole in zip(trained, samples, strict=True))
     assign_gae_advantages(samples, judge(samples, REWARDS), CriticConfig())
@@ -209,18 +197,15 @@ def test_long_sequences_of_float32_lose_no_digits_and_empty_ones_have_none() -> 
         generalized_advantages(np.zeros(2), np.zeros(3), gamma=1.0, lam=1.0)
 
 
-@pytest.mark.parametrize(
-    ("value", "old", "target", "loss", "gradient", "clipped"),
-    [
-        # clip 0.2: the larger of (V - R)^2 and (clip(V) - R)^2, half of it.
-        (1.0, 1.0, 3.0, 2.0, -2.0, 0),  # not moved
-        (1.1, 1.0, 3.0, 1.805, -1.9, 0),  # moved within the clip
-        (1.5, 1.0, 3.0, 1.62, 0.0, 1),  # moved too far towards the target: (1.2 - 3)^2 / 2, no gradient
-        (0.5, 1.0, 3.0, 3.125, -2.5, 0),  # moved too far from it: (0.5 - 3)^2 / 2, pulled back
-        (-0.5, 0.0, -3.0, 3.92, 0.0, 1),  # the same downwards: (-0.2 + 3)^2 / 2
-        (1.5, 1.0, 1.5, 0.045, 0.0, 1),  # on target, yet too far: (1.2 - 1.5)^2 / 2
-    ],
-)
+@pytest.mark.parametrize(("value", "old", "target", "loss", "gradient", "clipped"), [
+    # clip 0.2: the larger of (V - R)^2 and (clip(V) - R)^2, half of it.
+    (1.0, 1.0, 3.0, 2.0, -2.0, 0),  # not moved
+    (1.1, 1.0, 3.0, 1.805, -1.9, 0),  # moved within the clip
+    (1.5, 1.0, 3.0, 1.62, 0.0, 1),  # moved too far towards the target: (1.2 - 3)^2 / 2, no gradient
+    (0.5, 1.0, 3.0, 3.125, -2.5, 0),  # moved too far from it: (0.5 - 3)^2 / 2, pulled back
+    (-0.5, 0.0, -3.0, 3.92, 0.0, 1),  # the same downwards: (-0.2 + 3)^2 / 2
+    (1.5, 1.0, 1.5, 0.045, 0.0, 1),  # on target, yet too far: (1.2 - 1.5)^2 / 2
+])  # fmt: skip
 def test_value_losses(value: float, old: float, target: float, loss: float, gradient: float, clipped: int) -> None:
     values = doubles(value).requires_grad_()
     got, counts = value_loss(values, doubles(old), doubles(target), doubles(1.0), clip=0.2)
@@ -257,10 +242,9 @@ def test_explained_variance_by_hand_and_from_the_parts_of_ranks() -> None:
         assert math.isnan(explained_variance(**sums(doubles(*equal), values))), "nothing to explain"
 
 
-@pytest.mark.parametrize(
-    ("buffer", "penalties"),
-    [(40, {0: 0.0, 60: 0.0, 61: -0.025, 80: -0.5, 99: -0.975, 100: -1.0, 500: -1.0}), (0, {100: 0.0, 101: -1.0})],
-)
+@pytest.mark.parametrize(("buffer", "penalties"), [
+    (40, {0: 0.0, 60: 0.0, 61: -0.025, 80: -0.5, 99: -0.975, 100: -1.0, 500: -1.0}), (0, {100: 0.0, 101: -1.0}),
+])  # fmt: skip
 def test_the_length_penalty_falls_linearly_over_the_buffer(buffer: int, penalties: dict[int, float]) -> None:
     found = {tokens: soft_overlong_penalty(tokens, max_tokens=100, buffer_tokens=buffer) for tokens in penalties}
     assert found == pytest.approx(penalties, abs=1e-15)

@@ -293,15 +293,11 @@ def test_a_named_reference_and_critic_have_weights_of_their_own(start: Start, ti
     assert start(model=model, kl={}).learn(1)["ref_kld"] == 0, "unset, it is what the policy begins with"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}},
-        {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": REWARD_KL},
-        {"rewards": {"truncated": "mask"}, "loss": {"type": "cispo"}, "row_tokens": 100},
-    ],
-    ids=["minibatches", "critic", "small rows"],
-)
+@pytest.mark.parametrize("settings", [
+    {"loss": {"type": "gspo"}, "kl": {}, "updates": {"epochs": 2, "minibatches": 2}},
+    {"advantage": "gae", "loss": {"type": "ppo"}, "critic": {}, "kl": REWARD_KL},
+    {"rewards": {"truncated": "mask"}, "loss": {"type": "cispo"}, "row_tokens": 100},
+], ids=["minibatches", "critic", "small rows"])  # fmt: skip
 def test_a_step_learns_the_same_whether_answers_share_their_prompt_or_not(start: Start, settings: Any) -> None:
     """Prompts are longer and shorter than those that attend again with each answer."""
     lines, computed = list[list[dict[str, float]]](), list[int]()
@@ -475,19 +471,16 @@ def test_until_the_critic_is_warm_nothing_is_steered_by_the_policy(start: Start)
     assert all("kl/sequence" in line for line in found)
 
 
-@pytest.mark.parametrize(
-    ("settings", "num_passes"),
-    [
-        ({}, 1),
-        ({"kl": {"place": "reward"}}, 1),
-        ({"kl": {"place": "reward", "coef": 0.1}}, 2),
-        ({"kl": {"target": 1.0, "coef": 0.1}}, 2),
-        ({"distillation": {}}, 2),
-        ({"distillation": {"divergence": "full"}}, 1),
-        ({"advantage": "gae", "critic": {}}, 1),
-        ({"updates": {"minibatches": 2}}, 4),
-    ],
-)
+@pytest.mark.parametrize(("settings", "num_passes"), [
+    ({}, 1),
+    ({"kl": {"place": "reward"}}, 1),
+    ({"kl": {"place": "reward", "coef": 0.1}}, 2),
+    ({"kl": {"target": 1.0, "coef": 0.1}}, 2),
+    ({"distillation": {}}, 2),
+    ({"distillation": {"divergence": "full"}}, 1),
+    ({"advantage": "gae", "critic": {}}, 1),
+    ({"updates": {"minibatches": 2}}, 4),
+])  # fmt: skip
 def test_the_policy_reads_a_batch_as_often_as_its_settings_need(
     start: Start, tiny_model: ModelFactory, settings: dict[str, Any], num_passes: int
 ) -> None:

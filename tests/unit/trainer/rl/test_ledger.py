@@ -61,19 +61,16 @@ def test_a_batch_may_leave_tasks_open_and_must_take_each_once() -> None:
     check_tasks(make_batch(1, ("new", 0)), before=Accepted(), after=accepted(1, 1, new=1))
 
 
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ((("a", 7), ("b", 3)), "'a' has tasks 7 to 8 in turn.*holds 7: 8 missing"),
-        ((*GOOD, ("a", 9)), "holds 7, 8, 9: 9 trained before or too early"),
-        ((("a", 6), ("a", 7), ("b", 3)), "holds 6, 7: 8 missing, 6 trained before or too early"),
-        ((("a", 8), ("b", 3), ("a", 7)), "holds 8, 7: out of order"),
-        ((("a", 7), ("a", 8)), "'b' has tasks 3 to 3 in turn.*holds none: 3 missing"),
-        ((*GOOD, ("gone", 4)), "'gone' has no task in turn.*holds 4: 4 trained"),
-        ((*GOOD, ("other", 0)), "'other' has no task in turn"),
-        ((*GOOD, ("a", 8)), r"task 8 of environment 'a' has the samples \[0, 1, 0, 1\], expected 0 to 1 once each"),
-    ],
-)
+@pytest.mark.parametrize(("tasks", "message"), [
+    ((("a", 7), ("b", 3)), "'a' has tasks 7 to 8 in turn.*holds 7: 8 missing"),
+    ((*GOOD, ("a", 9)), "holds 7, 8, 9: 9 trained before or too early"),
+    ((("a", 6), ("a", 7), ("b", 3)), "holds 6, 7: 8 missing, 6 trained before or too early"),
+    ((("a", 8), ("b", 3), ("a", 7)), "holds 8, 7: out of order"),
+    ((("a", 7), ("a", 8)), "'b' has tasks 3 to 3 in turn.*holds none: 3 missing"),
+    ((*GOOD, ("gone", 4)), "'gone' has no task in turn.*holds 4: 4 trained"),
+    ((*GOOD, ("other", 0)), "'other' has no task in turn"),
+    ((*GOOD, ("a", 8)), r"task 8 of environment 'a' has the samples \[0, 1, 0, 1\], expected 0 to 1 once each"),
+])  # fmt: skip
 def test_tasks_skipped_repeated_or_out_of_turn_are_refused(tasks: tuple[tuple[str, int], ...], message: str) -> None:
     with pytest.raises(TrainingError, match=f"batch 7: .*{message}.*Nothing of this batch is trained"):
         check_tasks(make_batch(7, *tasks), before=BEFORE, after=AFTER)
@@ -104,15 +101,12 @@ def test_a_task_is_trained_or_dropped() -> None:
     assert after.batched == Counts(12, 12 * GROUP, 12 * GROUP * TOKENS)
 
 
-@pytest.mark.parametrize(
-    ("dropped", "message"),
-    [
-        ((("a", 7), ("a", 8)), "'a' has tasks 7 to 8 in turn.*holds 7, 8 and drops 7, 8: 7, 8 more than once"),
-        ((("b", 3),), "holds 3 and drops 3: 3 more than once"),
-        ((("a", 9),), "holds 7, 8 and drops 9: 9 trained before or too early"),
-        ((("other", 0),), r"'other' has no task.*holds none and drops 0"),
-    ],
-)
+@pytest.mark.parametrize(("dropped", "message"), [
+    ((("a", 7), ("a", 8)), "'a' has tasks 7 to 8 in turn.*holds 7, 8 and drops 7, 8: 7, 8 more than once"),
+    ((("b", 3),), "holds 3 and drops 3: 3 more than once"),
+    ((("a", 9),), "holds 7, 8 and drops 9: 9 trained before or too early"),
+    ((("other", 0),), r"'other' has no task.*holds none and drops 0"),
+])  # fmt: skip
 def test_a_task_that_is_trained_and_dropped_is_refused(dropped: tuple[tuple[str, int], ...], message: str) -> None:
     batch = make_batch(7, *GOOD)
     batch.dropped = dropping(*dropped)
@@ -216,10 +210,9 @@ def test_each_environment_has_groups_of_its_own_size() -> None:
             after, environments=after.environments | {"b": EnvironmentPosition(4, 2)}))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("keep", "checkpoints", "first"),
-    [(0, [4, 8], 5), (5, [4, 8], 4), (20, [4, 8], 1), ("all", [8], 1), (0, [8], 9), (2, [8], 7), (0, [], 1)],
-)
+@pytest.mark.parametrize(("keep", "checkpoints", "first"), [
+    (0, [4, 8], 5), (5, [4, 8], 4), (20, [4, 8], 1), ("all", [8], 1), (0, [8], 9), (2, [8], 7), (0, [], 1),
+])  # fmt: skip
 def test_batches_stay_for_checkpoints_and_users(tmp_path: Path, keep: Any, checkpoints: list[int], first: int) -> None:
     run_dir = RunDir(tmp_path)
     for step in range(1, 9):

@@ -109,26 +109,23 @@ def test_the_bounds_of_a_correction_depend_on_type_and_level() -> None:
         assert (getattr(found, "low", None), found.high) == (low, high)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"type": "cipso"}, "Did you mean 'cispo'.*Allowed: grpo, dr_grpo.*module:function"),
-        ({"type": "policy_gradient", "clip_low": 0.1}, "clip_low' has no effect with loss.type = 'policy_gradient'"),
-        ({"constant_tokens": 5}, "no effect without aggregation = 'constant'"),
-        ({"type": "grpo", "args": {"a": 1}}, "args' has no effect .* belongs to 'module:function'"),
-        ({"type": "a:b", "ratio_to": "old"}, "ratio_to' has no effect with loss.type = 'module:function'"),
-        ({"type": "sft", "ratio_to": "old"}, "ratio_to' has no effect with loss.type = 'sft'"),
-        ({"type": "cispo", "dual_clip": 3}, "dual_clip' has no effect with loss.type = 'cispo'"),
-        ({"type": "grpo", "ratio_max": 3}, "ratio_max' has no effect with loss.type = 'grpo'"),
-        ({"type": "grpo", "dual_clip": 1}, "greater than 1"),
-        ({"entropy": {"step_size": 0.1}}, "step_size has no effect without target"),
-        ({"entropy": {"target": 1, "coef": 2}}, "coef = 2 is more than largest = 1"),
-        ({"ratio_to": "sampler", "correction": {"type": "mask"}}, "counts the difference to the sampler twice"),
-        ({"correction": {"low": 0.1}}, "low' has no effect with loss.correction.type = 'none'"),
-        ({"correction": {"veto": 0.1}}, "veto' has no effect with loss.correction.type = 'none'"),
-        ({"type": "gspo", "correction": {"low": 0.1}}, "low' has no effect with loss.correction.type = 'truncate'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"type": "cipso"}, "Did you mean 'cispo'.*Allowed: grpo, dr_grpo.*module:function"),
+    ({"type": "policy_gradient", "clip_low": 0.1}, "clip_low' has no effect with loss.type = 'policy_gradient'"),
+    ({"constant_tokens": 5}, "no effect without aggregation = 'constant'"),
+    ({"type": "grpo", "args": {"a": 1}}, "args' has no effect .* belongs to 'module:function'"),
+    ({"type": "a:b", "ratio_to": "old"}, "ratio_to' has no effect with loss.type = 'module:function'"),
+    ({"type": "sft", "ratio_to": "old"}, "ratio_to' has no effect with loss.type = 'sft'"),
+    ({"type": "cispo", "dual_clip": 3}, "dual_clip' has no effect with loss.type = 'cispo'"),
+    ({"type": "grpo", "ratio_max": 3}, "ratio_max' has no effect with loss.type = 'grpo'"),
+    ({"type": "grpo", "dual_clip": 1}, "greater than 1"),
+    ({"entropy": {"step_size": 0.1}}, "step_size has no effect without target"),
+    ({"entropy": {"target": 1, "coef": 2}}, "coef = 2 is more than largest = 1"),
+    ({"ratio_to": "sampler", "correction": {"type": "mask"}}, "counts the difference to the sampler twice"),
+    ({"correction": {"low": 0.1}}, "low' has no effect with loss.correction.type = 'none'"),
+    ({"correction": {"veto": 0.1}}, "veto' has no effect with loss.correction.type = 'none'"),
+    ({"type": "gspo", "correction": {"low": 0.1}}, "low' has no effect with loss.correction.type = 'truncate'"),
+])  # fmt: skip
 def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_command_line(TrainerConfig, ["--loss", json.dumps(settings)])

@@ -18,16 +18,9 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.packing_check import PACKED
 from holdfast.trainer.model.policy import cross_entropy
+from holdfast.trainer.rl import batch
 from holdfast.trainer.rl.assign_advantages import assign_advantages
-from holdfast.trainer.rl.batch import (
-    ADVANTAGE,
-    AGE,
-    SAMPLER_LOGPROB,
-    Minibatch,
-    plan_epochs,
-    plan_shared_prompts,
-    to_samples,
-)
+from holdfast.trainer.rl.batch import ADVANTAGE, AGE, Minibatch, plan_epochs, plan_shared_prompts, to_samples
 from holdfast.trainer.rl.kl import k3
 from tests.builders.sampled_rollouts import answered
 
@@ -113,17 +106,14 @@ def tokens_of(samples: list[Sample], row: list[int]) -> int:
 SHARES = replace(PACKED, shares=True, pair_cost=0.001)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "num_ranks", "tokens"),
-    [
-        ((8,), 1, [36 + 8 * 20]),
-        ((8,), 2, [36 + 4 * 20] * 2),  # one group keeps two ranks busy
-        ((8, 8), 2, [36 + 8 * 20] * 2),
-        ((8, 8, 8), 2, [3 * 36 + 12 * 20] * 2),  # two ranks cannot take three groups whole
-        ((4, 2), 3, [36 + 2 * 20] * 3),
-        ((1, 1), 1, [2 * 56]),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "num_ranks", "tokens"), [
+    ((8,), 1, [36 + 8 * 20]),
+    ((8,), 2, [36 + 4 * 20] * 2),  # one group keeps two ranks busy
+    ((8, 8), 2, [36 + 8 * 20] * 2),
+    ((8, 8, 8), 2, [3 * 36 + 12 * 20] * 2),  # two ranks cannot take three groups whole
+    ((4, 2), 3, [36 + 2 * 20] * 3),
+    ((1, 1), 1, [2 * 56]),
+])  # fmt: skip
 def test_answers_share_prompts_while_ranks_stay_busy(sizes: tuple[int, ...], num_ranks: int, tokens: list[int]) -> None:
     samples = make_groups(sizes, prompt=36, answer=20)
     plan = plan_shared_prompts(samples, row_tokens=400, layout=SHARES, num_ranks=num_ranks)
@@ -199,7 +189,7 @@ def test_rollouts_become_samples_token_by_token() -> None:
     (sample,) = to_samples([rollout(5, 3)], trained_version=3)
     assign_advantages([sample], [[-1.5]])
     assert sample.token_ids.tolist() == [5, 6, 7, 8, 9] and sample.num_targets == 3
-    assert sample.per_token[SAMPLER_LOGPROB].tolist() == [0.0, 0.0, -0.5, -1.5, -2.5]
+    assert sample.per_token[batch.SAMPLER_LOGPROB].tolist() == [0.0, 0.0, -0.5, -1.5, -2.5]
     assert sample.per_token[ADVANTAGE][sample.loss_mask].tolist() == [-1.5] * 3
     assert sample.per_token[AGE][sample.loss_mask].tolist() == [1.0, 1.0, 0.0]
 

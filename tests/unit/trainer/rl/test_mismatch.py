@@ -99,19 +99,15 @@ def test_a_models_own_rollouts_train(learn: Learn, settings: dict[str, Any], cap
         assert metrics["mismatch_kl/age_0"] < 1e-9
 
 
-@pytest.mark.parametrize(
-    "accepted",
-    [
-        {"age": 1},
-        {"is_foreign": True},
-        {"is_foreign": True} | DROPOUT,
-        {"age": None, "loss": {"type": "sft"}},
-        {"mismatch_limit": 0.1},
-        {"mismatch_limit": math.inf},
-        {"sampler_dtype": "bfloat16"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("accepted", [
+    {"age": 1},
+    {"is_foreign": True},
+    {"is_foreign": True} | DROPOUT,
+    {"age": None, "loss": {"type": "sft"}},
+    {"mismatch_limit": 0.1},
+    {"mismatch_limit": math.inf},
+    {"sampler_dtype": "bfloat16"},
+], ids=str)  # fmt: skip
 def test_older_rollouts_a_teachers_and_allowed_ones_raise_no_alarm(learn: Learn, accepted: dict[str, Any]) -> None:
     learn(off_by=-0.2, **accepted)
 
@@ -126,10 +122,9 @@ def test_a_token_at_the_border_of_a_truncated_distribution_ends_no_run_and_no_nu
         learn(off_by=-math.inf)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "engine", "limit"),
-    [("float32", "float32", 1e-6), ("bfloat16", None, 0.05), ("float32", "bfloat16", 0.05)],
-)
+@pytest.mark.parametrize(("trainer", "engine", "limit"), [
+    ("float32", "float32", 1e-6), ("bfloat16", None, 0.05), ("float32", "bfloat16", 0.05),
+])  # fmt: skip
 def test_rl_tells_the_trainer_what_its_engines_compute_in(trainer: str, engine: str | None, limit: float) -> None:
     values: dict[str, Any] = {"trainer": {"model": {"dtype": trainer}}}
     if engine is not None:
@@ -143,15 +138,12 @@ def test_rl_tells_the_trainer_what_its_engines_compute_in(trainer: str, engine: 
 MODEL = ROOT / "examples" / "reverse_text" / "model"
 
 
-@pytest.mark.parametrize(
-    ("changes", "allowed"),
-    [
-        ({}, math.sqrt(2e-6)),
-        ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)),
-        ({"mismatch_limit": 0.5}, 1.0),
-        ({"mismatch_limit": math.inf}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "allowed"), [
+    ({}, math.sqrt(2e-6)),
+    ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)),
+    ({"mismatch_limit": 0.5}, 1.0),
+    ({"mismatch_limit": math.inf}, None),
+])  # fmt: skip
 def test_allowed_follows_dtypes_and_the_setting(changes: dict[str, Any], allowed: float | None, mesh: Mesh) -> None:
     config = TrainerConfig.model_validate({"model": {"name": str(MODEL)}} | changes)
     policy = build_policy(TrainedModelConfig(name=str(MODEL)), mesh, seed=0)

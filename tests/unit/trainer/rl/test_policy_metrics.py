@@ -91,28 +91,25 @@ def test_two_ranks_learn_and_take_steps_as_one(what: str, tolerance: tuple[float
 DIVERGES, NOTHING, WORSE = "training diverges", "nothing is learned any more", "the model gets worse"
 
 
-@pytest.mark.parametrize(
-    ("name", "of", "values", "at"),
-    [
-        ("grad_norm", DIVERGES, [1.0, 1000.0], []),
-        ("grad_norm", DIVERGES, [1.0, 1001.0, 5000.0, 2.0, 1e9], [2, 5]),
-        ("grad_norm", DIVERGES, [0.0, 0.0, 1.0, 2000.0], [4]),
-        ("grad_norm", DIVERGES, [1.0, 500.0, 400.0, 2000.0, 1e6], [5]),  # the median moves with what is usual
-        ("grad_norm", NOTHING, [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [7, 12]),
-        *(
-            ("rollout/truncated", named, [0.9, 1.0, 1.0, 0.99, 1.0], [2, 5])
-            for named in ("orchestrator.sampling.max_tokens", "orchestrator.seq_len", "trainer.rewards.truncated")
-        ),
-        ("mismatch_kl", "far from the policy that sampled", [0.9, 1.1, 2.0, 0.5, 3.0], [2, 5]),
-        ("loss", WORSE, [6.85, 8.15, 33.9, 118.5, 95.8, 120.0], [5]),
-        ("loss", WORSE, [2.0, 0.5, 2.1, 2.2, 2.1], [5]),
-        ("loss", WORSE, [2.0, 0.5, 1.9, 1.9, 1.9, 1.9], []),  # no worse than it was
-        ("loss", WORSE, [2.0, 0.5, 2.4, 2.5, 1.0, 2.4, 2.5, 2.4], []),  # batches differ
-        ("loss", WORSE, [0.4, 0.1, 1.0, 1.0, 1.0], []),  # within a nat
-        ("loss", WORSE, [25.0, 20.0, 29.0, 29.0, 29.0], []),  # within a half
-        ("loss", WORSE, [-1.0, -2.0, -0.5, -0.4, -0.3], [5]),
-    ],
-)
+@pytest.mark.parametrize(("name", "of", "values", "at"), [
+    ("grad_norm", DIVERGES, [1.0, 1000.0], []),
+    ("grad_norm", DIVERGES, [1.0, 1001.0, 5000.0, 2.0, 1e9], [2, 5]),
+    ("grad_norm", DIVERGES, [0.0, 0.0, 1.0, 2000.0], [4]),
+    ("grad_norm", DIVERGES, [1.0, 500.0, 400.0, 2000.0, 1e6], [5]),  # the median moves with what is usual
+    ("grad_norm", NOTHING, [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [7, 12]),
+    *(
+        ("rollout/truncated", named, [0.9, 1.0, 1.0, 0.99, 1.0], [2, 5])
+        for named in ("orchestrator.sampling.max_tokens", "orchestrator.seq_len", "trainer.rewards.truncated")
+    ),
+    ("mismatch_kl", "far from the policy that sampled", [0.9, 1.1, 2.0, 0.5, 3.0], [2, 5]),
+    ("loss", WORSE, [6.85, 8.15, 33.9, 118.5, 95.8, 120.0], [5]),
+    ("loss", WORSE, [2.0, 0.5, 2.1, 2.2, 2.1], [5]),
+    ("loss", WORSE, [2.0, 0.5, 1.9, 1.9, 1.9, 1.9], []),  # no worse than it was
+    ("loss", WORSE, [2.0, 0.5, 2.4, 2.5, 1.0, 2.4, 2.5, 2.4], []),  # batches differ
+    ("loss", WORSE, [0.4, 0.1, 1.0, 1.0, 1.0], []),  # within a nat
+    ("loss", WORSE, [25.0, 20.0, 29.0, 29.0, 29.0], []),  # within a half
+    ("loss", WORSE, [-1.0, -2.0, -0.5, -0.4, -0.3], [5]),
+])  # fmt: skip
 def test_a_condition_is_told_once_until_it_has_ended(name: str, of: str, values: list[float], at: list[int]) -> None:
     watch = DivergenceWatch()
     told = [(place, text) for place, value in enumerate(values, start=1) for text in watch.check({name: value})]
@@ -134,19 +131,16 @@ CONFIG = AlertsConfig(window=4)
 CALM = {"ref_kld": 0.02, "entropy": 1.0, "mismatch_kl": 1e-3, "groups/zero_variance": 0.2}
 
 
-@pytest.mark.parametrize(
-    ("runs", "first", "message"),
-    [
-        ([(6, {}), (3, {"ref_kld": 0.2})], 6, "ref_kld jumped to 0.2 from 0.02"),
-        ([(6, {}), (3, {"mismatch_kl": 0.02})], 6, "mismatch_kl grew to 0.02 from 0.001"),
-        ([(6, {}), (3, {"entropy": 0.09})], 6, "entropy fell to 0.09 nats from 1"),
-        ([(6, {}), (6, {"groups/zero_variance": 1.0})], 9, "100 % of the groups have equal rewards, for 4 steps"),
-        ([(2, {}), (6, {"ref_kld": 0.2})], None, ""),  # too early to compare
-        ([(6, {"ref_kld": 1e-6}), (3, {"ref_kld": 1e-3})], None, ""),  # small, however much larger
-        ([(6, {}), (3, {"ref_kld": 0.09})], None, ""),
-        ([(6, {}), *[(3, {"groups/zero_variance": 1.0}), (1, {})] * 2], None, ""),
-    ],
-)
+@pytest.mark.parametrize(("runs", "first", "message"), [
+    ([(6, {}), (3, {"ref_kld": 0.2})], 6, "ref_kld jumped to 0.2 from 0.02"),
+    ([(6, {}), (3, {"mismatch_kl": 0.02})], 6, "mismatch_kl grew to 0.02 from 0.001"),
+    ([(6, {}), (3, {"entropy": 0.09})], 6, "entropy fell to 0.09 nats from 1"),
+    ([(6, {}), (6, {"groups/zero_variance": 1.0})], 9, "100 % of the groups have equal rewards, for 4 steps"),
+    ([(2, {}), (6, {"ref_kld": 0.2})], None, ""),  # too early to compare
+    ([(6, {"ref_kld": 1e-6}), (3, {"ref_kld": 1e-3})], None, ""),  # small, however much larger
+    ([(6, {}), (3, {"ref_kld": 0.09})], None, ""),
+    ([(6, {}), *[(3, {"groups/zero_variance": 1.0}), (1, {})] * 2], None, ""),
+])  # fmt: skip
 def test_an_alert_is_told_at_its_step(runs: list[tuple[int, Any]], first: int | None, message: str) -> None:
     steps = [{**CALM, **changed} for count, changed in runs for _ in range(count)]
     alerts = Alerts(CONFIG)
