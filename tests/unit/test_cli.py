@@ -118,7 +118,7 @@ def test_several_inference_servers_have_a_configuration_each(run: Command, tmp_p
     assert urls == [server.server.url for server in servers]
 
 
-@pytest.mark.parametrize("program", ["trainer", "orchestrator", "inference"])
+@pytest.mark.parametrize("program", [pytest.param("trainer", marks=pytest.mark.launch), "orchestrator", "inference"])
 def test_a_dry_run_of_one_process(program: str, run: Command, tmp_path: Path) -> None:
     code, _, _ = run(program, *TOY[program], "--dry-run", "--output-dir", tmp_path)
     assert code == 0

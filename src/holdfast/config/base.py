@@ -120,9 +120,10 @@ def read_section(kind: type[S], values: Mapping[str, Any], *, key: str = "") -> 
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        found = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_input=False)]
+        errors = error.errors(include_input=False)
+        found = [(".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")) for one in errors]
         raise ConfigError(
-            "; ".join(f"{key}{name}{':' if name else ''} {said.removeprefix('Value error, ')}" for name, said in found)
+            "; ".join(f"{key}{name}{':' if said.startswith('there') else ''} {said}" for name, said in found)
         ) from None
 
 

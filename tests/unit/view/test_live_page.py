@@ -20,6 +20,7 @@ from holdfast.config import SftConfig
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.resume.attempt import Attempt
 from holdfast.launcher.side_processes import SideProcesses
+from holdfast.process import imports
 from holdfast.protocol.rollouts import TokenIds
 from holdfast.run import atomic
 from holdfast.run.metrics import MetricsWriter
@@ -123,7 +124,7 @@ def test_other_paths_names_and_methods_are_refused(run_dir: RunDir, page: LivePa
 
 
 def test_a_run_whose_name_is_no_text_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "is_checkout", lambda: False)
+    monkeypatch.setattr(imports, "is_checkout", lambda: False)
     run_dir = make_run(tmp_path / os.fsdecode(b"l\xffufe"))
     run_dir.batch(99).mkdir(parents=True)  # a note names it
     page = LivePage(run_dir.path)

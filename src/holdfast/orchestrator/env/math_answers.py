@@ -131,7 +131,7 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
     numbers = numbers_alone(answer)
     if len(numbers) > 1 or any(isinstance(one.value, tuple) for one in numbers):
         # Plain lists of numbers and times: math-verify reads parts of them.
-        if number(completion, answer):
+        if "\\begin" not in completion and number(completion, answer):
             return {"equal": True}
         if any(isinstance(one.value, tuple) for one in numbers):
             return {"equal": False}

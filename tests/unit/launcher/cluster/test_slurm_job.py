@@ -52,6 +52,7 @@ def script_of(output_dir: Path, capsys: pytest.CaptureFixture[str], *flags: str)
     return capsys.readouterr().out
 
 
+@pytest.mark.launch
 def test_the_script_asks_for_what_the_settings_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = ("--slurm.nodes", "2", "--slurm.gpus-per-node", "8", "--slurm.time", "24:00:00", "--slurm.partition", "gpu")
     more = ("--slurm.account", "me", "--slurm.extra", '["--qos=high"]', "--slurm.setup", '["module load cuda"]')
@@ -66,6 +67,7 @@ def test_the_script_asks_for_what_the_settings_say(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "run" / "slurm").exists(), "a dry run submits nothing"
 
 
+@pytest.mark.launch
 def test_a_job_does_not_read_the_variables_of_the_shell_that_submitted_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_the_commands_meet_at_the_first_node_by_its_address(tmp_path: Path, caps
     assert (done.returncode, done.stdout) == (0, "10.0.0.7\n"), done.stderr
 
 
+@pytest.mark.launch
 def test_words_are_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch splits its lines at blanks, and takes off quotes, as a shell does; % stands for something in its names."""
     output_dir = tmp_path / "a run's \"100%é"
@@ -150,6 +153,7 @@ def test_a_time_is_read_as_sbatch_reads_it(time: str, seconds: float | None) -> 
     assert SlurmConfig().time_s is None
 
 
+@pytest.mark.launch
 def test_the_script_passes_signals_on_and_requeues_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real shell runs it, with a launcher that ends as one does that has saved for SIGUSR1."""
     script = script_of(tmp_path / "run", capsys)
@@ -227,6 +231,7 @@ def test_impossible_jobs_are_told(flags: tuple[str, ...], reason: str, more: tup
         launch_training(parsed_training("sft", tmp_path / "run", *flags, *more))
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(("flags", "reason"), [
     (("--slurm.partition", "a\nb"), "must not hold line breaks"),
     (("--slurm.partition", " "), "flag --slurm.partition must not be empty"),

@@ -59,6 +59,7 @@ def test_math_verify_reads_numbers_by_the_same_rule() -> None:
 
     right = [pair for pair in RIGHT if OF_ONE_NUMBER.issuperset(pair)]
     others = [("$\\frac{1}{15}$", "3:45"), ("\\boxed{5,12}", "12,5"), ("$6e$", "1e6"), ("0", "1 000"), ("5", "\u22125")]
+    others.append(("$\\begin{pmatrix}1\\\\2\\end{pmatrix}$", "(1,2)"))
     more = [("$\\frac{1}{2}$", "1/2"), ("12", "12 apples"), ("$x=5$", "5"), ("$(12, 3)$", "(12,3)"), ("0.5", "50 %")]
     said = asyncio.run(score(right + more + WRONG[::5] + others))
     assert [one for one in said[: len(right + more)] if one[2] != 1.0] == []
