@@ -172,18 +172,29 @@ def test_a_sender_that_stops_is_noticed(offers: WeightOffers, tmp_path: Path, mo
         is_over.wait()
         raise RuntimeError("nobody waits any more")
 
-    for version, sabotage, timeout_s, reason in (
-        (1, fail, HANG_S, "Connection (closed|reset) by peer"),
-        (2, stand_still, 0.5, r"no bytes came for 0\.5 s"),
-    ):
-        monkeypatch.setattr(weight_offers, "_groups_of", sabotage)
-        offers.offer(version, tensors())
-        incoming = join(msgspec.structs.replace(offered(tmp_path), stall_timeout_s=timeout_s))
-        arriving = incoming.receive(ARCHITECTURE, torch.float32)
-        assert next(arriving)[0] == "a.bias"
-        with pytest.raises(TransferError, match=reason):
-            next(arriving)
-    is_over.set()
+    try:
+        for version, sabotage, timeout_s, reason in (
+            (1, fail, HANG_S, "Connection (closed|reset) by peer"),
+            (2, stand_still, 0.5, r"no bytes came for 0\.5 s"),
+        ):
+            monkeypatch.setattr(weight_offers, "_groups_of", sabotage)
+            offers.offer(version, tensors())
+            incoming = join(msgspec.structs.replace(offered(tmp_path), stall_timeout_s=timeout_s))
+            arriving = incoming.receive(ARCHITECTURE, torch.float32)
+            assert next(arriving)[0] == "a.bias"
+            with pytest.raises(TransferError, match=reason):
+                next(arriving)
+    finally:
+        is_over.set()
+
+
+def test_the_clock_of_gloo_gives_the_same_error(offers: WeightOffers, tmp_path: Path) -> None:
+    offers.offer(1, tensors())
+    incoming = join(offered(tmp_path))
+    incoming._group = None
+    incoming._arrived.put(RuntimeError("[unbound_buffer.cc:78] Timed out waiting 500ms for recv operation to complete"))
+    with pytest.raises(TransferError, match=f"no bytes came for {HANG_S:g} s"):
+        next(incoming.receive(ARCHITECTURE, torch.float32))
 
 
 def test_no_thread_outlives_its_transfer(offers: WeightOffers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
