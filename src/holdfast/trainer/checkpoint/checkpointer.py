@@ -468,9 +468,12 @@ def load_state_with_optimizer(
     whole = as_state(state)
     index = IndexReader(path / TRAINER_DIR)
     saved = index.only_tensors()
+    values = read_values(path / TRAINER_DIR)
+    if isinstance(whole, ObjectsState):
+        whole.check(values)  # before an optimizer makes its state in a step
     tensors = whole.targets(saved) if isinstance(whole, ObjectsState) else whole.tensors()
     check_same_tensors(tensors, saved, path)
-    whole.restore(read_values(path / TRAINER_DIR))  # before a tensor is touched: it may refuse
+    whole.restore(values)  # before a tensor is touched: it may refuse
     read_tensors(tensors, index)
     if isinstance(whole, ObjectsState):
         whole.finish()

@@ -213,36 +213,41 @@ class ObjectsState:
                 values[name] = {"class": type(thing).__qualname__, "state": encode(state, name, tensors)}
         return values, tensors
 
-    def restore(self, values: dict[str, Any]) -> None:
-        """Restore what `values` returned, and hand the optimizers their part of the last `targets`.
-
-        Raises:
-            CheckpointError: other objects were saved; then nothing is changed.
-        """
+    def check(self, values: dict[str, Any]) -> None:
+        """Raise CheckpointError if `values` are of other objects or classes. Nothing is changed."""
         expected = {name for name, thing in self._objects.items() if not isinstance(thing, nn.Module)}
         if values.keys() != expected:
             raise CheckpointError(
                 f"the checkpoint holds values of {sorted(values)}, this state has {sorted(expected)}: use the names "
                 "that it was saved with"
             )
+        for name, value in values.items():
+            thing = self._objects[name]
+            if isinstance(thing, MutableMapping):
+                continue
+            saved = value.get("class") if isinstance(value, dict) else None
+            if saved != type(thing).__qualname__:
+                raise CheckpointError(
+                    f"'{name}' of the checkpoint is a {saved or 'dict'}, this one a {type(thing).__qualname__}: use "
+                    "the same class, or begin a new run from the weights alone (load_weights_only)"
+                )
+            if _is_plain_optimizer(thing):
+                _check_groups(name, thing, value["state"])
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Restore what `values` returned, and hand the optimizers their part of the last `targets`.
+
+        Raises:
+            CheckpointError: other objects were saved; then nothing is changed.
+        """
+        self.check(values)
         decoded: dict[str, Any] = {}
         for name, value in values.items():
             thing = self._objects[name]
-            if not isinstance(thing, MutableMapping):
-                if value["class"] != type(thing).__qualname__:
-                    raise CheckpointError(
-                        f"'{name}' of the checkpoint is a {value['class']}, this one a {type(thing).__qualname__}: use "
-                        "the same class, or begin a new run from the weights alone (load_weights_only)"
-                    )
-                value = value["state"]
-            decoded[name] = decode(value, self._loaded)
-            if _is_plain_optimizer(thing):
-                _check_groups(name, thing, decoded[name])
-                for number, key, *_ in self._surplus.get(name, ()):
-                    if key in decoded[name]["param_groups"][int(number)]:
-                        raise CheckpointError(
-                            f"'{name}' has a tensor as `{key}`, and in the checkpoint that is a number"
-                        )
+            decoded[name] = decode(value if isinstance(thing, MutableMapping) else value["state"], self._loaded)
+            for number, key, *_ in self._surplus.get(name, ()):
+                if key in decoded[name]["param_groups"][int(number)]:
+                    raise CheckpointError(f"'{name}' has a tensor as `{key}`, and in the checkpoint that is a number")
         for name, value in decoded.items():
             if any(place.startswith((f"{name}.", f"{name}[")) for place in self._loaded):
                 self._waiting[name] = value
