@@ -149,16 +149,29 @@ def test_a_grace_that_is_too_short_is_told_by_the_exit_code(start: Start) -> Non
     assert live.run_dir.committed_steps() == []
 
 
+def test_ctrl_c_waits_for_the_step_whatever_the_grace(start: Start, ends: Ends, tmp_path: Path) -> None:
+    """SIGTERM could not save: the grace is over before the step is."""
+    live = start("--ckpt", "--ckpt.grace-s", "0.001", fault=held_after(5, until=exists(tmp_path / "signalled")))
+    live.wait_for("step  5/")
+    os.kill(live.run.pid, signal.SIGINT)
+    live.wait_for("SIGINT: the current step ends and is saved (a step takes about")
+    (tmp_path / "signalled").touch()
+    assert live.ended(ends) == 128 + signal.SIGINT
+    assert "took 0 s, longer than ckpt.grace_s = 0.001 s" in live.run.log
+    assert live.run_dir.committed_steps() and "which is saved" in live.run.log, live.run.log
+
+
 @pytest.mark.clock
-def test_a_second_signal_does_not_wait_for_the_grace(start: Start, ends: Ends) -> None:
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, "most 600 s"), (signal.SIGINT, "go on from step 0")])
+def test_a_second_signal_does_not_wait_for_the_grace(number: int, said: str, start: Start, ends: Ends) -> None:
     live = start("--ckpt", "--ckpt.grace-s", "600", fault=held_after(8, until=NEVER))
     live.wait_for("step  2/")
     (rank,) = live.ranks()
     rank.suspend()  # so the save never comes
-    os.kill(live.run.pid, signal.SIGTERM)
-    live.wait_for("for at most 600 s")
+    os.kill(live.run.pid, number)
+    live.wait_for(said)
     time.sleep(ECHO_S)  # sooner it would be the same signal
-    os.kill(live.run.pid, signal.SIGTERM)
+    os.kill(live.run.pid, number)
     assert live.ended(ends) == NOT_SAVED
     assert "was NOT saved" in live.run.log
 

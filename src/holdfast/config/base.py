@@ -217,7 +217,7 @@ class CkptConfig(Section):
     """Check before a checkpoint is used: every byte, or sizes only (for very large ones)."""
 
     grace_s: float = Field(default=60.0, gt=0)
-    """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: the time to save the current step before everything is stopped."""
+    """On SIGTERM, SIGUSR1 or SIGHUP: the time to save the current step before all is stopped. Ctrl-C has no limit."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -261,7 +261,7 @@ def report_stop(number: int, trainer: Child | None, *, step: int, attempt: Attem
     is_saved = (steps[-1] if steps else 0) >= step
     code = trainer.process.returncode
     # 128 + N: it saved for a signal of the launcher or a scheduler.
-    was_killed = code not in (0, *(128 + asked for asked in (signal.SIGTERM, signal.SIGUSR1)))
+    was_killed = code not in (0, *(128 + asked for asked in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)))
     if is_saved and was_killed and config.ckpt.dir is not None and step:
         said = trainer.error or f"the trainer {how_it_ended(trainer)} before it had uploaded it"
         print(f"{stopped}; step {step} is saved here, but not at {config.ckpt.dir}: {said}\n{resume}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.config.inference import is_engine
-from holdfast.errors import STORAGE_FAILED, HoldfastError, ProcessDied, is_storage_failure
+from holdfast.errors import STORAGE_FAILED, HoldfastError, ProcessDied, ReadError, is_storage_failure
 from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
 from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
@@ -366,21 +366,37 @@ class _Watcher:
     def _signal_taken_by(self, child: Child) -> int | None:
         """Return the signal that the trainer saved for and ended by: a scheduler may signal ranks directly."""
         number = child.process.returncode - 128
-        is_request = number in (signal.SIGTERM, signal.SIGUSR1) and self._plan.trainer.ckpt is not None
+        is_request = number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) and self._plan.trainer.ckpt is not None
         return number if is_trainer(child.name) and is_request else None
 
     def _save_before_stop(self, number: int) -> None:
-        """Have the trainer save its current step, if checkpoints are on."""
-        ckpt = self._plan.trainer.ckpt
-        saving = f"saving the current step, for at most {ckpt.grace_s:g} s" if ckpt else "stopping"
-        self._console.say(f"{signal.Signals(number).name}: {saving}")
-        trainer = self._trainer()
+        """Have the trainer save its current step, if checkpoints are on. Ctrl-C waits for the step without a limit."""
+        ckpt, trainer, name = self._plan.trainer.ckpt, self._trainer(), signal.Signals(number).name
         if not ckpt or not trainer:
+            self._console.say(f"{name}: stopping")
             return
-        # The trainer keeps to the grace itself, and then reports what is not saved.
-        timeout_s = ckpt.grace_s + _TELLING_S
-        if not self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=timeout_s):
-            trainer.process.kill()  # the time is over, or a second signal came
+        if number == signal.SIGINT:
+            again = "its newest checkpoint"
+            with suppress(OSError, ReadError):  # of a storage that is away
+                again = f"step {max(self._run_dir.committed_steps(), default=0)}"
+            self._console.say(
+                f"{name}: the current step ends and is saved{self._console.pace()}. A second Ctrl-C ends the run at "
+                f"once: it would go on from {again}"
+            )
+            timeout_s = math.inf
+        else:
+            self._console.say(f"{name}: saving the current step, for at most {ckpt.grace_s:g} s (ckpt.grace_s)")
+            # The trainer keeps to the grace itself, and then reports what is not saved.
+            timeout_s = ckpt.grace_s + _TELLING_S
+        if self._supervisor.ask_to_end(trainer, number, self._console.refresh, timeout_s=timeout_s):
+            return
+        following = self._supervisor.take_signal()
+        if number == signal.SIGINT and following not in (None, signal.SIGINT):
+            self._save_before_stop(following)  # it has a deadline
+            return
+        if following is None:
+            self._console.say(f"the step did not end within ckpt.grace_s = {ckpt.grace_s:g} s")
+        trainer.process.kill()
 
     def _trainer(self) -> Child | None:
         """The trainer; None if the storage let none start."""

@@ -81,6 +81,7 @@ class Supervisor:
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
         self._signal: int | None = None
+        self._taken: int | None = None
         self._taken_at = -math.inf
 
     def __enter__(self) -> Supervisor:
@@ -100,7 +101,8 @@ class Supervisor:
         self._sender.close()
 
     def _note_signal(self, number: int, _: object) -> None:
-        if time.monotonic() - self._taken_at > ECHO_S:
+        # A deadline counts even right after Ctrl-C, which has none.
+        if time.monotonic() - self._taken_at > ECHO_S or (self._taken == signal.SIGINT != number):
             self._signal = number
 
     def start(
@@ -135,7 +137,7 @@ class Supervisor:
         while True:
             refresh()
             # Before deaths: a scheduler may signal the children as well.
-            if (number := self._take_signal()) is not None:
+            if (number := self.take_signal()) is not None:
                 return number
             # Before deaths, too: nobody needs a service any more.
             if all(child.is_finished for child in self.children if not child.is_service):
@@ -172,16 +174,17 @@ class Supervisor:
         while self._signal is None and (left := deadline - time.monotonic()) > 0:
             refresh()
             self._wait_for_signal(min(left, REFRESH_S))
-        return self._take_signal()
+        return self.take_signal()
 
     def ask_to_end(self, child: Child, number: int, refresh: Callable[[], None], *, timeout_s: float) -> bool:
-        """Pass a signal on to one child and wait for its end; return whether it came within `timeout_s`.
+        """Pass a signal on to the trainer and wait for its end; return whether it came within `timeout_s`.
 
-        SIGUSR1 arrives as itself, any other signal as SIGTERM. A new signal to the launcher ends the wait.
+        SIGUSR1 arrives as itself, SIGINT as SIGUSR2, and any other signal as SIGTERM. A new signal to the launcher ends
+        the wait.
         """
         if child.process.poll() is None:
-            passed_on = number if number == signal.SIGUSR1 else signal.SIGTERM
-            child.process.signal(passed_on)
+            passed_on = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGUSR2}
+            child.process.signal(passed_on.get(signal.Signals(number), signal.SIGTERM))
         deadline = time.monotonic() + timeout_s
         while child.process.poll() is None:
             if self._signal is not None or time.monotonic() > deadline:
@@ -191,11 +194,11 @@ class Supervisor:
         refresh()
         return True
 
-    def _take_signal(self) -> int | None:
+    def take_signal(self) -> int | None:
         """Return the signal that came, once."""
         number, self._signal = self._signal, None
         if number is not None:
-            self._taken_at = time.monotonic()
+            self._taken, self._taken_at = number, time.monotonic()
         return number
 
     def _wait_for_signal(self, timeout_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,8 @@ class Saver:
         self._stop = stop
         self._asked = 0
         self._is_time = False
-        self._has_warned_of_best = False
+        self._has_warned_of_best = self._has_warned_of_grace = False
+        self._step_began = math.inf
         self._committed: list[int] = []
         self._newest = committed or 0
         self._last_save_time = time.monotonic()
@@ -78,6 +80,7 @@ class Saver:
         # The clock of rank 0 decides for all.
         agreed = self._mesh.max({"signal": self._stop.signal_number(), "time": float(is_time and self._mesh.is_main)})
         self._asked, self._is_time = int(agreed["signal"]), bool(agreed["time"])
+        self._step_began = time.monotonic()
         return self._asked != 0
 
     def after_step(
@@ -87,6 +90,7 @@ class Saver:
         config = self._config
         if config is None:
             return []
+        self._check_grace(step, time.monotonic() - self._step_began)
         if step == self._max_steps or self._is_time or (config.interval is not None and step % config.interval == 0):
             self._save(step, metrics, attachments)
         self._check_storage()
@@ -124,6 +128,17 @@ class Saver:
             report(f"WARNING: step {step} has no metric '{name}' (ckpt.keep_best) to be the best by.{similar}")
             self._has_warned_of_best = True
 
+    def _check_grace(self, step: int, step_s: float) -> None:
+        """Warn once if a step takes longer than `ckpt.grace_s`."""
+        if self._config is None or self._has_warned_of_grace or step_s < self._config.grace_s or not self._mesh.is_main:
+            return
+        report(
+            f"WARNING: step {step} took {step_s:.0f} s, longer than ckpt.grace_s = {self._config.grace_s:g} s: after a "
+            "SIGTERM a step may not end in time to be saved. Raise ckpt.grace_s, and the time that your scheduler "
+            "gives. (Ctrl-C waits for the step)"
+        )
+        self._has_warned_of_grace = True
+
     def in_flight(self) -> list[int]:
         """Return the steps whose save may still be running."""
         return [self._checkpointer.in_flight] if self._checkpointer.in_flight is not None else []
@@ -135,13 +150,16 @@ class Saver:
 
         Raises:
             Stopped: the step is saved.
-            SaveError: the step could not be saved; `GraceOver`: not within `ckpt.grace_s`.
+            SaveError: the step could not be saved; `GraceOver`: not within `ckpt.grace_s`, which counts unless SIGINT
+                asked.
         """
         assert self._config is not None
         name = signal.Signals(self._asked).name
         deadline = self._stop.asked_s() + self._config.grace_s  # the launcher, too, counts from the signal
+        if self._asked == signal.SIGINT:
+            deadline = math.inf
         report("saving before the stop", step=step, signal=name)
-        is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
+        is_in_time = self._checkpointer.wait(_left_s(deadline))
         if is_in_time:
             try:
                 self._poll()
@@ -149,10 +167,12 @@ class Saver:
                 _log.error("%s", error)
             if step > self._newest:
                 self._save(step, metrics, attachments)
-                is_in_time = self._checkpointer.wait(max(0.0, deadline - time.monotonic()))
+                is_in_time = self._checkpointer.wait(_left_s(deadline))
         if not is_in_time:
-            raise GraceOver(f"{name}: the checkpoint of step {step} was not written within {self._config.grace_s:g} s")
-        self._close_storage(max(0.0, deadline - time.monotonic()))
+            grace_s = self._config.grace_s
+            raise GraceOver(f"{name}: step {step} was not written within ckpt.grace_s = {grace_s:g} s")
+        left_s = _left_s(deadline)
+        self._close_storage(self._storage.close_s if left_s is None else left_s)
         self._checkpointer.close()
         stopped = Stopped(f"stopped by {name}: step {step} is saved" if step else f"stopped by {name} before step 1")
         stopped.exit_code = 128 + self._asked
@@ -175,6 +195,11 @@ class Saver:
         does("its wait for uploads", bound_s=timeout_s + 2 * _SPARE_S)
         self._patient_ranks.on_main(lambda: self._storage.close(timeout_s))
         self._patient_ranks.close()
+
+
+def _left_s(deadline: float) -> float | None:
+    """Return the seconds until `deadline`; None if there is none."""
+    return max(0.0, deadline - time.monotonic()) if deadline < math.inf else None
 
 
 def open_storage(config: TrainingCommand, run_dir: RunDir, mesh: Mesh, *, older_weights: int) -> Storage:

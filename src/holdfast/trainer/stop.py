@@ -1,4 +1,4 @@
-"""A request to stop, by SIGTERM or SIGUSR1, that all ranks of a machine see: they save the current step first.
+"""A request to stop, by a signal, that all ranks of a machine see: they save the current step first.
 
 Ranks are forked from one process, so they share a page of memory. A scheduler may signal any of the processes.
 """
@@ -12,7 +12,8 @@ import struct
 import time
 
 _TIME = struct.Struct("d")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGUSR2: signal.SIGINT}
+"""What each signal asks for. Ranks ignore SIGINT, which a terminal sends to all: the launcher sends SIGUSR2 instead."""
 
 
 class StopRequest:
@@ -23,15 +24,17 @@ class StopRequest:
         return mmap.mmap(-1, 1 + _TIME.size)
 
     def listen(self) -> None:
-        """Handle SIGTERM and SIGUSR1 in this process and its forks. Call before the fork."""
+        """Handle `SIGNALS` in this process and its forks. Call before the fork."""
         _ = self._memory
         for number in SIGNALS:
-            signal.signal(number, lambda received, _: self.ask(received))
+            signal.signal(number, lambda received, _: self.ask(SIGNALS[signal.Signals(received)]))
 
     def ask(self, number: int) -> None:
-        """Ask all ranks to stop, as signal `number` does. The grace period counts from the first signal."""
-        if not self._memory[0]:
+        """Ask all ranks to stop, as signal `number` does. The grace period counts from the first one except SIGINT."""
+        if self._memory[0] in (0, signal.SIGINT):
             _TIME.pack_into(self._memory, 1, time.monotonic())
+        elif number == signal.SIGINT:
+            return  # somebody waits with a deadline
         self._memory[0] = number
 
     def signal_number(self) -> int:

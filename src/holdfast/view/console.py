@@ -277,6 +277,13 @@ class Console:
                     seconds = time.monotonic() - self._started
                     self.say(f"{seconds:6.1f}s  {phase.process:<12}  still {phase_text(phase, now=now)[13:]}")
 
+    def pace(self) -> str:
+        """Return how long a step takes, in brackets; nothing if that is not known."""
+        state = self._follower.state
+        if not state.left_s or state.max_steps is None:
+            return ""
+        return f" (a step takes about {duration(state.left_s / (state.max_steps - state.step))})"
+
     def _was_silent(self) -> bool:
         return time.monotonic() - self._printed >= _LINE_EVERY_S
 

@@ -224,10 +224,19 @@ def test_grace_begins_at_the_signal(start: Start, clock: list[float], monkeypatc
         loop.stop.ask(signal.SIGTERM)
         clock[0] += 60
         loop.stop.ask(signal.SIGUSR1)
-        with pytest.raises(GraceOver):
+        loop.stop.ask(signal.SIGINT)
+        with pytest.raises(GraceOver, match="SIGUSR1: .* within ckpt.grace_s = 30 s"):
             loop.step()
         held.release()
         loop.settle()
+
+
+def test_ctrl_c_has_no_deadline_until_another_signal_brings_one() -> None:
+    stop = StopRequest()
+    stop.ask(signal.SIGINT)
+    first = stop.asked_s()
+    stop.ask(signal.SIGTERM)
+    assert stop.signal_number() == signal.SIGTERM and stop.asked_s() > first
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "warn"])
@@ -246,7 +255,7 @@ def test_grace_ends_a_wait(is_under_way: bool, start: Start, run_dir: RunDir, mo
     with held_writes(monkeypatch) as held:
         loop.step()
         loop.stop.ask(signal.SIGTERM)
-        with pytest.raises(GraceOver, match="SIGTERM: the checkpoint of step 1 was not written within 0.05 s"):
+        with pytest.raises(GraceOver, match="SIGTERM: step 1 was not written within ckpt.grace_s = 0.05 s"):
             loop.step()
         assert run_dir.committed_steps() == []
         held.release()
