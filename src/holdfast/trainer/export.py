@@ -26,8 +26,9 @@ from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR
 from holdfast.run.manifest import Manifest
 from holdfast.run.weights import ADAPTER_DIR, ADAPTER_NAME, PEFT_PREFIX, adapted_matrices, read_base, read_scaling
 from holdfast.trainer.checkpoint.dcp import IndexReader, read_tensors
-from holdfast.trainer.model.build import is_classifier, load_model_config, open_weights, trained_tensors
+from holdfast.trainer.model.build import open_weights, trained_tensors
 from holdfast.trainer.model.lora import HEAD, digest_of, merged, save_factors
+from holdfast.trainer.model.model_config import is_classifier, load_model_config
 from holdfast.trainer.model.safetensors_files import SafetensorsWriter
 from holdfast.trainer.model.structure import buffer_frozen
 from holdfast.trainer.model.tensor_names import DTYPES, TensorLayout, names_in_files

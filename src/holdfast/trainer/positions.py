@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import AutoConfig
 
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import DataError
 from holdfast.trainer.data.remarks import tell_samples
 from holdfast.trainer.data.rows import Sample
 from holdfast.trainer.data.tokenizing import ChosenSamples
+from holdfast.trainer.model.model_config import load_model_config
 from holdfast.trainer.preference.pairs import Preference
 
 _TABLES = {"biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt", "xglm"}
@@ -36,8 +36,12 @@ class Positions(NamedTuple):
 
 
 def positions_of(name: str) -> Positions | None:
-    """Return the positions of a model, a local directory or of a hub; None: its config.json names none."""
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
+    """Return the positions of a model, a local directory or of a hub; None: its config.json names none.
+
+    Raises:
+        DataError: transformers has no such kind of model.
+    """
+    config = load_model_config(name).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None

@@ -51,16 +51,11 @@ from holdfast.trainer.data.packing import MicroBatch, Sample
 from holdfast.trainer.forecast.tracker import StepTracker
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model import attention, expert_parallel
-from holdfast.trainer.model.build import (
-    build_hf_model,
-    load_model_config,
-    one_line,
-    trained_parameters,
-    trained_tensors,
-)
+from holdfast.trainer.model.build import build_hf_model, trained_parameters, trained_tensors
 from holdfast.trainer.model.decoder import freeze, reshard
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.lora import adapter_parameters, whole_tensors
+from holdfast.trainer.model.model_config import load_model_config, one_line
 from holdfast.trainer.model.policy import Policy, build_policy, plan_samples, predict, supervised_step
 from holdfast.trainer.model.structure import decoder_layers, pair_cost
 from holdfast.trainer.model.tensor_names import DTYPES

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config.training import TrainedModelConfig
@@ -37,6 +36,7 @@ from holdfast.trainer.checkpoint.init_from import (
 from holdfast.trainer.mesh import Mesh, RankGroup
 from holdfast.trainer.model.decoder import DecoderModel, apply_wrappers, reshard
 from holdfast.trainer.model.lora import adapter_parameters, initial_tensors, is_adapted
+from holdfast.trainer.model.model_config import load_model_config, one_line
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.structure import base_tensors, buffer_frozen, takes_positions, use_attention
 from holdfast.trainer.model.tensor_names import TensorLayout, weight_files
@@ -51,33 +51,7 @@ def trained_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad}
 
 
-_MOST_CHARACTERS = 300  # of another library's message
-
-
 Kind = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
-
-
-def load_model_config(name: str) -> PreTrainedConfig:
-    """Return the transformers config of a local directory or hub model. Raise DataError if it cannot be trained."""
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else it asks at a terminal
-    except Exception as error:
-        _log.debug("the model config was not loaded", exc_info=True)
-        if any(words in str(error) for words in ("trust_remote_code", "does not recognize this architecture")):
-            raise DataError(
-                f"model.name = '{name}': transformers {transformers.__version__} has no such kind of model (model_type "
-                "in its config.json), and code that a model brings along is not run. docs/models.md lists the kinds "
-                "that can be trained."
-            ) from error
-        raise DataError(f"model.name = '{name}': no model config could be loaded. {one_line(error)}") from error
-    if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise DataError(
-            f"model.name = '{name}': its weights are quantised ({getattr(method, 'value', method)}, see "
-            "quantization_config in its config.json), and only weights in float32, bfloat16 or float16 can be trained: "
-            "give the model that it was made from"
-        )
-    return config
 
 
 def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
@@ -102,11 +76,6 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
     return hf_model
 
 
-def is_classifier(model_config: PreTrainedConfig) -> bool:
-    """Whether a directory holds a model that scores sequences instead of predicting tokens."""
-    return any(name.endswith("ForSequenceClassification") for name in model_config.architectures or [])
-
-
 def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model in checkpoints: parameters and persistent buffers, or only its adapters.
 
@@ -115,12 +84,6 @@ def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
     if is_adapted(hf_model):
         return {name: factor.detach() for name, factor in adapter_parameters(hf_model).items()}
     return base_tensors(hf_model)
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of another library in one line of limited length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
 
 Fill = Callable[[PreTrainedModel], None]

@@ -17,10 +17,11 @@ from holdfast.errors import DataError
 from holdfast.process.heartbeat import moved
 from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch, plan_rows
 from holdfast.trainer.mesh import Mesh, Sums
-from holdfast.trainer.model.build import build_hf_model, filler, is_classifier, load_model_config, materialize
+from holdfast.trainer.model.build import build_hf_model, filler, materialize
 from holdfast.trainer.model.decoder import DecoderModel, rows_of_update
 from holdfast.trainer.model.logprobs import PLAIN, Head, Predicted, Reading, Readout, plain_head, token_logprobs
 from holdfast.trainer.model.lora import inject_adapters
+from holdfast.trainer.model.model_config import is_classifier, load_model_config
 from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.structure import compute_in_float32, has_plain_head, own_logits
 

@@ -22,16 +22,10 @@ from holdfast.errors import DataError
 from holdfast.process.heartbeat import moved
 from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch, to_device
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.build import (
-    build_hf_model,
-    filler,
-    is_classifier,
-    load_model_config,
-    materialize,
-    trained_tensors,
-)
+from holdfast.trainer.model.build import build_hf_model, filler, materialize, trained_tensors
 from holdfast.trainer.model.decoder import DecoderModel
 from holdfast.trainer.model.lora import HEAD, inject_adapters
+from holdfast.trainer.model.model_config import is_classifier, load_model_config
 
 
 class ScalarModel(DecoderModel):

@@ -22,9 +22,9 @@ from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.data.packing import Sample
 from holdfast.trainer.data.samples import refuse_other_tokens
 from holdfast.trainer.mesh import Mesh, Sums
-from holdfast.trainer.model.build import is_classifier, load_model_config
 from holdfast.trainer.model.decoder import freeze, reshard, rows_of_update
 from holdfast.trainer.model.lora import digest_of
+from holdfast.trainer.model.model_config import is_classifier, load_model_config
 from holdfast.trainer.model.structure import base_tensors
 from holdfast.trainer.model.value_model import build_scalar_model, predict_values, score_samples
 from holdfast.trainer.optimizer import build_optimizer, clip_gradients, update_parameters

@@ -27,7 +27,8 @@ from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.export import Export, export
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model import safetensors_files
-from holdfast.trainer.model.build import load_model_config, trained_tensors
+from holdfast.trainer.model.build import trained_tensors
+from holdfast.trainer.model.model_config import load_model_config
 from holdfast.trainer.model.policy import Policy, build_policy
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout, names_in_files
