@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from holdfast.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.faults.blows import Blow, deal
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
+from tests.pages.documentation import blocks
 from tests.runs.interpreters import VERIFIERS_PYTHON, VERIFIERS_TASKS, needs_verifiers
 from tests.runs.rl import MODEL, CompletedRun, RlRun, complete, succeeded
 
@@ -63,6 +65,22 @@ def test_verifiers_train_through_deaths(rl_server: UsedServer, tmp_path: Path, m
         assert any(line["grad_norm"] > 0.0 for line in lines)
         weights.append((run.run_dir.weights_of(6) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+@pytest.mark.timeout(900)
+@needs_verifiers
+def test_the_documented_section_of_verifiers_trains(
+    rl_server: UsedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Word for word, except the names: the harness `null`, which streams."""
+    monkeypatch.setenv("PYTHONPATH", str(VERIFIERS_TASKS), prepend=os.pathsep)
+    (written,) = (one.text for one in blocks(ROOT / "docs" / "tools.md") if "verifiers:my-taskset" in one.text)
+    written = written.replace("my-taskset", "reversing").replace("verifiers-env/bin/python", str(VERIFIERS_PYTHON))
+    section = tomllib.loads(written)["orchestrator"]["environments"]
+    flags = ("--orchestrator.environments", json.dumps(section), *rl_server.flags, "--max-steps", "2")
+    done = succeeded(tmp_path / "run", *flags, "--orchestrator.problems-per-step", "2")
+    lines = read_metrics(done.run_dir.metrics)
+    assert [line["verifiers:reversing/requests/answered"] for line in lines] == [1.0] * 2
 
 
 def test_faults_of_environments_cost_their_groups_and_training_goes_on(rl_server: UsedServer, tmp_path: Path) -> None:
