@@ -13,7 +13,8 @@ import time
 
 _TIME = struct.Struct("d")
 SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGUSR2: signal.SIGINT}
-"""What each signal asks for. Ranks ignore SIGINT, which a terminal sends to all: the launcher sends SIGUSR2 instead."""
+"""The signal that ranks act on, by the signal that comes. They ignore SIGINT, which a terminal sends to all processes:
+the launcher sends SIGUSR2 instead."""
 
 
 class StopRequest:
