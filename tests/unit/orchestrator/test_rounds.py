@@ -16,7 +16,6 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, InferenceError
 from holdfast.orchestrator import group_players
 from holdfast.orchestrator.env.interface import Score, Session, Task
-from holdfast.orchestrator.state import read_state
 from holdfast.protocol.rollouts import Rollout
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
@@ -24,7 +23,6 @@ from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from tests.runs.environments import TwoTurns
 from tests.servers import orchestrator_fakes
 from tests.servers.orchestrator_fakes import FakeEngine, make_config, resumed_of, rollouts_of, run, run_until, serving
-from tests.unit.orchestrator.test_dynamic_sampling import checked_batches
 from tests.unit.orchestrator.test_workers import run as faulty_run
 
 TWO_TURNS = "tests.runs.environments:TwoTurns"
@@ -172,18 +170,6 @@ def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batc
 def test_a_run_that_resumes_from_a_checkpoint_makes_the_same_batches(tmp_path: Path) -> None:
     straight = _in_rounds(tmp_path / "straight", FakeEngine(), max_steps=8)
     assert resumed_of(tmp_path / "resumed", FakeEngine(), at=4, stopped=4, **ROUNDS) == straight
-
-
-def test_the_ledger_closes_with_what_is_open(tmp_path: Path) -> None:
-    _in_rounds(tmp_path, FakeEngine())
-    run_dir = RunDir(tmp_path)
-    assert len(checked_batches(run_dir)) == 6
-    for step in range(1, 7):
-        path = run_dir.batch(step) / journal.STATE_NAME
-        accepted, state = journal.read_accepted(path, step=step), read_state(path, step=step)
-        assert state.rounds is not None
-        assert [entry.task_id for entry in state.rounds.open] == list(accepted.open("reverse_text"))
-        assert len(state.rounds.open) >= 3
 
 
 def _faulty(directory: Path, faults: dict[str, str], **settings: Any) -> list[tuple[list[Rollout], list[Any]]]:

@@ -94,19 +94,6 @@ def test_a_server_that_is_restarted_before_its_weights_are_read_back_gets_them_a
     assert engine.pushed == [0, 1, 1, 2, 3, 4] and not disturbances
 
 
-def test_weights_that_change_while_a_request_is_answered_are_noticed(tmp_path: Path) -> None:
-    expected = rollouts_of(tmp_path / "alone", FakeEngine())
-    engine = FakeEngine()
-
-    def swap(count: int) -> None:
-        if count == 5:
-            pushed_to(engine)
-
-    engine.on_generate = swap
-    assert rollouts_of(tmp_path / "disturbed", engine) == expected
-    assert engine.pushed == [0, 0, 1, 2, 3, 4]
-
-
 def test_a_server_that_keeps_answering_by_other_weights_ends_the_run(tmp_path: Path) -> None:
     engine = FakeEngine(admits_everything=True, lie_about_rollouts=2)
     said = r"lost 5 times .* sampled by policy version 2 .* asked for was version 0"

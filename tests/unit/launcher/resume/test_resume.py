@@ -552,18 +552,6 @@ def test_a_heal_reads_one_step_once(killed: RunDir, store: dict[str, str], monke
     assert [one for one in read if "checkpoints" in one[0].parts] == [(killed.checkpoint(6), "full")]
 
 
-def test_without_checkpoints_a_trainer_that_died_trains_all_batches_of_the_journal_again(
-    new: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = hand_down_shared(RlConfig(output_dir=new.path, max_steps=100))
-    start_rl(config)
-    for step in range(1, 6):
-        add_batch(new, step, version=max(0, step - 2))
-    attempt = prepare(config.trainer, clean=False, dry_run=False, orchestrator=config.orchestrator, again=True)
-    assert attempt.resume_step is None and new.published_batches() == [1, 2, 3, 4, 5]
-    assert "batches 1 to 5 are in the journal: training them again" in capsys.readouterr().out
-
-
 def test_a_fresh_start_with_other_weights_makes_the_batches_again(killed: RunDir, other: RunDir) -> None:
     """No checkpoint was committed yet; batches 1 and 2 were sampled by the weights of the model."""
     for step in (4, 6):

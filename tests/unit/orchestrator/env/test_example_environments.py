@@ -167,18 +167,6 @@ def test_the_working_of_a_sum_goes_from_the_right() -> None:
     assert (none.reward, none.metrics) == (0.0, {"exact": 0.0, "working": 0.0})
 
 
-def test_a_number_is_found_by_halving() -> None:
-    environment = load("guess_number", low=1, high=15, turns=4)
-    task = next(task for task in tasks_of(environment) if task.answer == "5")
-    assert asked(task) == "guess 1-15"
-    session = play(environment, task, "8", "4", "6", "5")
-    said = load_tokenizer(BASE).decode(session.token_ids.tolist())
-    assert session.texts == ["8", "4", "6", "5"] and re.findall("higher|lower", said) == ["lower", "higher", "lower"]
-    (score,) = asyncio.run(environment.score(task, [session]))
-    assert score.reward == pytest.approx(0.1 + 0.9 / 4)
-    assert score.metrics == {"exact": 1.0, "valid": 1.0, "guesses": 4.0}
-
-
 def test_guesses_end_with_the_number_the_turns_or_the_room() -> None:
     environment = load("guess_number", low=1, high=15, turns=4)
     task = next(task for task in tasks_of(environment) if task.answer == "5")
