@@ -55,6 +55,9 @@ COMMANDS = {
     "rollouts": ("Rollouts in the journal: show, statistics, export.", "commands.rollouts:main", None),
     "report": ("One page of what runs did: curves, timeline, evaluations, rollouts.", "view.report:main", None),
 }
+# Commands of TRL and vLLM.
+_ELSEWHERE = {"grpo": "rl", "rloo": "rl", "ppo": "rl", "kto": "dpo", "reward": "reward-model", "eval": "evaluate"}
+_ELSEWHERE |= {"serve": "inference", "vllm-serve": "inference"}
 
 
 def main() -> NoReturn:
@@ -87,7 +90,8 @@ def dispatch(argv: list[str]) -> int:
     if name not in COMMANDS:
         from holdfast.errors import ConfigError, nearest
 
-        raise ConfigError(f"unknown command '{name}'.{nearest(name, COMMANDS)} There are: {', '.join(COMMANDS)}.")
+        said = f" Here that is `{_ELSEWHERE[name]}`." if name in _ELSEWHERE else nearest(name, COMMANDS)
+        raise ConfigError(f"unknown command '{name}'.{said} There are: {', '.join(COMMANDS)}.")
     return run(name, argv[1:])
 
 

@@ -307,6 +307,7 @@ def test_the_version_is_that_of_the_distribution(holdfast: Command) -> None:
 def test_an_unknown_command_is_told_with_the_nearest(refused: Refused) -> None:
     said = refused("main", "rollout", "show")
     assert said.startswith("error: unknown command 'rollout'. Did you mean 'rollouts'? There are: sft, dpo,")
+    assert "unknown command 'grpo'. Here that is `rl`." in refused("main", "grpo")
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,11 @@ class Flag:
             try:
                 value = json.loads(text, object_pairs_hook=object_of)
             except ValueError as error:
+                section = model_in(self.annotation)
+                if section and "name" in section.model_fields and name.startswith("--") and text[:1] not in "{[":
+                    raise ConfigError(
+                        f"{name} is a section of settings. Did you mean {name}.name {cut(text)}?"
+                    ) from None
                 text = f": '{cut(text)}'" if name.startswith("--") else ""  # a variable may hold a secret
                 others = "or in a file of the whole configuration (@ FILE.toml)"
                 if self.is_section and name.startswith("--"):

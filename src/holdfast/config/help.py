@@ -13,13 +13,14 @@ import difflib
 import json
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tomli
 
+from holdfast.config.files import leaves
 from holdfast.errors import ConfigError, nearest
 
 _FILE = Path(__file__).with_name("settings.json")
@@ -104,6 +105,22 @@ def _sections(command: str) -> dict[str, dict[str, Any]]:
 
     add(content["commands"][command], "", ())
     return sections
+
+
+def owners_of(data: Mapping[str, Any], program: str) -> list[str]:
+    """Return the commands that know every setting of a file; an empty list if `program` knows them, or has no name."""
+    owners = []
+    for command in json.loads(_FILE.read_text(encoding="utf-8"))["commands"]:
+        keys = [one["key"] for table in _sections(command).values() for one in table["settings"]]
+        if all(any(_is_or_has(key, leaf) for key in keys) for leaf in leaves(data)):
+            owners.append(command)
+    return [] if program in ("", *owners) else owners
+
+
+def _is_or_has(key: str, leaf: str) -> bool:
+    """Whether a leaf of a file is a setting, a list or section of settings, or an entry of a table."""
+    is_entry = leaf.startswith(f"{key.partition('.NAME')[0]}.")
+    return key == leaf or is_entry or key.startswith((f"{leaf}.", f"{leaf}["))
 
 
 def _is_hidden(key: str, hidden: Sequence[str]) -> bool:

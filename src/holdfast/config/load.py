@@ -29,7 +29,7 @@ from holdfast.config.base import Command
 from holdfast.config.by_type import ByType, by_type
 from holdfast.config.files import TOO_DEEP, holds, read_file
 from holdfast.config.flags import StrayWord, cut, flags_of, model_in
-from holdfast.config.help import hint, hint_of_table
+from holdfast.config.help import hint, hint_of_table, owners_of
 from holdfast.errors import ConfigError, nearest
 from holdfast.process.imports import to_type
 
@@ -66,6 +66,11 @@ def parse_command_line(command: type[C], argv: list[str], program: str = "") -> 
         settings = sources.settings()
     except ValidationError as error:
         assert sources is not None
+        for path, data in sources.files:
+            if owners := owners_of(data, program):
+                told = f"{path} has settings of `{'` or `'.join(owners)}`, which `{program}` does not have. Write:"
+                name = f"rl --{owners[0]}" if program == "rl" and owners[0] in command.model_fields else owners[0]
+                raise ConfigError(f"{told}\n  {to_type(f'{name} @ {shlex.quote(path)}')}") from None
         raise ConfigError(_describe(error, command, sources.origin_of, sources.given)) from None
     except StrayWord as error:
         raise ConfigError(_describe_stray(error.args[0], command, program, argv)) from None
@@ -84,7 +89,9 @@ def _describe_stray(word: str, command: type[BaseModel], program: str, argv: lis
             flag = "@"
         elif path.suffix in _DATA_SUFFIXES and "--data.name" in known:
             flag = "--data.name"
-        elif "--model.name" in known and ((path / "config.json").is_file() or program == "inference"):
+        elif "--model.name" in known and (
+            (path / "config.json").is_file() or (program == "inference" and os.sep in word)
+        ):
             flag = "--model.name"
         elif "--run" in known:
             flag = "--run"
@@ -130,8 +137,12 @@ def _describe(error: ValidationError, command: type[BaseModel], origin_of: Origi
                 reason = choice.chooser.told(finding["ctx"]["tag"], choice.models)
             if finding["type"] in ("model_type", "union_tag_not_found"):  # pydantic names classes here
                 reason = f"is a section: give its settings, as in --{key.replace('_', '-')}.NAME VALUE or [{key}]"
-                if any(isinstance(part, int) for part in location):
-                    reason = 'is an object of settings, {"NAME": VALUE, ...}'
+                if isinstance(location[-1], int) and model is not None:
+                    entry = model_in(model.model_fields[str(location[-2])].annotation)
+                    needed = (
+                        [name for name, field in entry.model_fields.items() if field.is_required()] if entry else []
+                    )
+                    reason = f'is an object of settings, such as {{"{(*needed, "NAME")[0]}": VALUE}}'
             text = f"'{key}' {reason}{shown}" if key else reason
         lines.setdefault(key, []).append(text)
     shown = [_with_origin(key, _joined(key, texts), origin_of, given) for key, texts in lines.items()][:_MOST_LINES]

@@ -30,7 +30,7 @@ from pydantic_settings.sources.types import EnvNoneType
 
 from holdfast.config.base import Command
 from holdfast.config.by_type import with_tables
-from holdfast.config.files import holds, read_file
+from holdfast.config.files import holds, leaves, read_file
 from holdfast.config.flags import Flag, flags_of, model_in, read_flags
 from holdfast.config.help import VARIABLE_PREFIX, hint, variable_of
 from holdfast.errors import ConfigError
@@ -75,8 +75,8 @@ class Sources:
         flags, variables = FlagSource(root, self.flags), EnvironmentSource(root, self.variables)
         files = [FileSource(root, data) for _, data in reversed(self.files)]
         settings = root(_build_sources=((flags, variables, *files), {}))
-        self.decided = {key: self._said(key, self.flag_of, "flag") for key in _leaves(flags.taken)}
-        for key in _leaves(variables.taken):
+        self.decided = {key: self._said(key, self.flag_of, "flag") for key in leaves(flags.taken)}
+        for key in leaves(variables.taken):
             if not _decides(flags.taken, key):
                 self.decided[key] = self._said(key, self.variable_of, "variable")
         return settings
@@ -208,14 +208,6 @@ def _check_nesting(variables: Mapping[str, Any], names: Mapping[str, str], given
                 raise ConfigError(
                     f"variable {names[above]} unsets the section that {said} sets: leave one of them out."
                 )
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _decides(values: Any, key: str) -> bool:

@@ -84,6 +84,9 @@ def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) ->
             run = next((path for path in Path(word).parents if RunDir(path).holds_run()), Path(word).parent)
         elif not (takes_steps and _is_step(word)):
             return parser.parse_intermixed_args(words)
+        if late := next((one for flag, one in placed if not flag and RunDir(Path(one)).holds_run()), None):
+            others = [one for one in words if one != late]
+            raise ConfigError(f"RUN comes before the steps:\n  {command_line(parser.prog, Path(late), others)}")
     arguments = parser.parse_intermixed_args([os.curdir, *words])  # first: a mistake in the other words
     arguments.run = run or only_run(parser.prog, words)
     return arguments

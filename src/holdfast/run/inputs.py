@@ -89,10 +89,11 @@ def _what_to_give(path: Path) -> str:
             f"It holds an adapter{f' for {base}' if base else ''} and no model: give the model that the adapter is "
             f"for, with `--model.lora --ckpt.init-from {path}`; or merge the two (peft's merge_and_unload)."
         )
-    if versions := RunDir(path).published_weights():
-        return (
-            f"It is the directory of a run: give weights of the run, the newest are {path}/weights/step_{versions[-1]}."
-        )
+    for run in (path, *path.parents[:2]):
+        if versions := RunDir(run).published_weights():
+            where = "is" if run == path else "is in"
+            newest = f"{run}/weights/step_{versions[-1]}"
+            return f"It {where} the directory of a run: give weights of the run, the newest are {newest}."
     home = "`~` is not replaced here: write the whole path. " if path.parts[:1] and path.parts[0][:1] == "~" else ""
     maker = Path("examples", path.parent.name, "make_model.py")
     if path == Path("outputs", path.parent.name, "model") and maker.is_file():

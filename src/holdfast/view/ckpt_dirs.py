@@ -64,7 +64,8 @@ class CheckpointDirs:
         if steps_of(text, ()) is None or (text.startswith("step_") and path.is_dir()):
             if kind_of(path) != Kind.CHECKPOINT:
                 raise CheckpointError(
-                    f"'{text}' is neither a step nor the directory of a checkpoint, but {describe_found(path)}"
+                    f"'{text}' is neither a step nor the directory of a checkpoint, but {describe_found(path)}. "
+                    "Give a number, `latest`, or the path of a checkpoint."
                 )
             return [path]
         entries = [entry for entry in self.entries() if entry.status != "torn"]

@@ -173,6 +173,44 @@ def test_without_anything_a_command_says_how_to_begin(command: str, in_root: Pat
     assert all(line.strip().startswith(f"uv run {command}") for line in lines) and lines[-1].endswith("--help")
 
 
+@pytest.mark.parametrize(
+    ("command", "file", "right"),
+    [
+        ("sft", "rl", "rl"),
+        ("rl", "sft", "sft"),
+        ("sft", "dpo", "dpo"),
+        ("dpo", "reward_model", "reward-model"),
+        ("rl", "evaluate", "evaluate"),
+        ("rl", "orch", "rl --orchestrator"),
+    ],
+)
+def test_a_file_of_another_command_is_told_with_that_command(
+    command: str, file: str, right: str, in_root: Path
+) -> None:
+    path = f"configs/reverse_text/{file}.toml"
+    with pytest.raises(ConfigError) as refused:
+        parse_command_line(COMMANDS[command], ["@", path], command)
+    assert f"{path} has settings of `{right.split()[-1].strip('-')}`" in str(refused.value)
+    assert str(refused.value).endswith(f"\n  uv run {right} @ {path}")
+    program = path.rpartition("/")[2].removesuffix(".toml").replace("_", "-")
+    assert program not in COMMANDS or parse_command_line(COMMANDS[program], ["@", path], program)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--model", "some/model"], "--model is a section of settings. Did you mean --model.name some/model?"),
+        (
+            ["--eval.environments", "reverse_text"],
+            """an object of settings, such as {"id": VALUE}, got "reverse_text\"""",
+        ),
+    ],
+)
+def test_a_plain_value_in_the_place_of_settings_is_told_with_the_setting(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_command_line(SftConfig, argv)
+
+
 @pytest.mark.usefixtures("in_tmp_path")
 def test_outside_a_checkout_no_file_is_promised() -> None:
     shipped, own, _ = said("sft").splitlines()[1:]

@@ -128,6 +128,13 @@ def test_without_a_run_the_error_says_how_to_make_one_or_lists_the_runs(line: st
     assert refused_line(said) == f"{PREFIX}{name} 'outputs/b c'{tail}"
 
 
+def test_a_run_after_the_steps_is_told_with_the_right_order(refused: Refused) -> None:
+    make_run("outputs/a")
+    assert refused_line(refused("ckpt", "verify", "all", "outputs/a", "--json")) == (
+        f"{PREFIX}ckpt verify outputs/a all --json"
+    )
+
+
 def test_the_only_run_is_taken(run_command: Command) -> None:
     run_dir = RunDir(make_run("outputs/deep/mine"))
     make_evaluation("outputs/before")

@@ -89,6 +89,7 @@ def test_directories_without_what_makes_a_model_are_told_with_what_makes_one(tmp
     assert (
         f"It is the directory of a run: give weights of the run, the newest are {tmp_path}/run/weights/step_12." in said
     )
+    assert "is in the directory of a run" in refusal(lambda: check_model_path(str(tmp_path / "run/weights"), key="x"))
     said = refusal(lambda: check_weights_path(str(tmp_path)))
     assert "has no *.safetensors. Set model.init = random" in said
 

@@ -108,8 +108,10 @@ def find_format(row: Row, formats: tuple[Format, ...], *, name: str) -> Format:
     for candidate in formats:
         if has_format(row, (candidate,)):
             return candidate
-    shapes = "; or ".join(form.shape for form in formats)
-    raise DataError(f"data.name = '{name}' has the columns {sorted(row)}; rows need {shapes}. Rename the columns.")
+    first = formats[0].shape  # of pairs with margins, which begins as pairs do
+    shapes = "; or ".join([first, *(form.shape for form in formats[1:] if not first.startswith(form.shape))])
+    way = "Train them with `sft`, or rename the columns" if has_format(row, SAMPLE_FORMATS) else "Rename the columns"
+    raise DataError(f"data.name = '{name}' has the columns {sorted(row)}; rows need {shapes}. {way}.")
 
 
 def _chat(row: Row, messages: object, tokenizer: Tokenizer, train_on: TrainOn, *, first_trained: int = 0) -> Encoded:
