@@ -506,8 +506,7 @@ class _Rendering:
         if any(self._is_empty(ids) for ids in trained):
             found.append(_EMPTY)
         # Phi-3's own template ends each turn twice: only ends that the data bring are told.
-        ends = [self._tokenizer.decode([token], skip_special_tokens=False) for token in self._tokenizer.stop_token_ids]
-        if any(end in answer for answer in answers for end in ends):
+        if any(end in answer for answer in answers for end in self._tokenizer.stop_texts):
             found += _twice_ended(self._tokenizer, *trained)
         stops = {*self._tokenizer.stop_token_ids}
         if any(stops.isdisjoint(ids) for ids in trained):

@@ -97,6 +97,11 @@ class Tokenizer:
         return sorted(ends)
 
     @cached_property
+    def stop_texts(self) -> list[str]:
+        """The texts of `stop_token_ids`."""
+        return [self.decode([token], skip_special_tokens=False) for token in self.stop_token_ids]
+
+    @cached_property
     def added_tokens(self) -> frozenset[str]:
         """The tokens that a text is searched for before anything else, such as special tokens."""
         return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values())
@@ -446,8 +451,9 @@ def _end_token_ids(files: Mapping[str, Path]) -> list[int]:
 def complete_end_tokens(directory: Path) -> None:
     """Add to the generation_config.json of a model the tokens that end a turn by its chat template, after those there.
 
-    Without them, other programs than ours would not stop at the end of a turn. The file stays if a token cannot be
-    found: such a tokenizer can only be used for texts. The tokenizer's files stay: its `eos_token` may be in templates.
+    Without them, other programs than ours would not stop at the end of a turn. The file stays, with a
+    warning, if the tokenizer or its template cannot be read. The tokenizer's files stay: its `eos_token` may be in
+    templates.
     """
     path = directory / _GENERATION
     if not path.is_file():
@@ -455,7 +461,8 @@ def complete_end_tokens(directory: Path) -> None:
     known = _end_token_ids({_GENERATION: path})
     try:
         added = [token for token in load_tokenizer(str(directory)).stop_token_ids if token not in known]
-    except (ConfigError, DataError):
+    except (ConfigError, DataError) as error:
+        report(f"WARNING: generation_config.json does not name the token that ends a turn: {error}")
         return
     if added:
         settings = _read_json(path) | {"eos_token_id": [*known, *added]}

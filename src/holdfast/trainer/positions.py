@@ -80,12 +80,12 @@ def check_lengths(
     positions = positions_of(config.model.name)
     if positions is None:
         return
-    is_long = [lengths > positions.limit for lengths in map(_lengths, parts)]
-    count = int(sum(part.sum() for part in is_long))
-    if not count:
+    found = [(part, lengths) for part in parts if (lengths := _lengths(part)).max(initial=0) > positions.limit]
+    if not found:
         return
-    rows = (_sides(part[int(long.argmax())])[0].row for part, long in zip(parts, is_long, strict=True) if long.any())
-    longest, first = max(int(_lengths(part).max(initial=0)) for part in parts), min(rows)
+    count = int(sum((lengths > positions.limit).sum() for _, lengths in found))
+    longest = max(int(lengths.max()) for _, lengths in found)
+    first = min(_sides(part[int((lengths > positions.limit).argmax())])[0].row for part, lengths in found)
     told = f"samples have more tokens than the model has positions, up to {longest:,} of {positions.limit:,}"
     if positions.is_hard:
         raise DataError(

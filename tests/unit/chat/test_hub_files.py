@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI, Response
 
-from holdfast.chat.tokenizer import load_tokenizer
+from holdfast.chat.tokenizer import complete_end_tokens, load_tokenizer
 from holdfast.errors import ConfigError, DataError
 from tests.servers.quick_server import served
 
@@ -55,6 +55,17 @@ def load(endpoint: str, home: Path, **environment: str) -> subprocess.CompletedP
     return subprocess.run(
         [sys.executable, "-c", LOAD], env=os.environ | wanted | environment, capture_output=True, text=True, check=False
     )
+
+
+def test_a_template_that_cannot_be_read_leaves_the_end_tokens_with_a_warning(
+    tmp_path: Path, plain_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = shutil.copytree(plain_model(), tmp_path / "model")
+    (model / "generation_config.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{% broken")
+    complete_end_tokens(model)
+    assert "WARNING: generation_config.json does not name the token that ends a turn: " in caplog.text
+    assert (model / "generation_config.json").read_text() == "{}"
 
 
 @pytest.mark.launch

@@ -118,7 +118,9 @@ def test_a_system_column_beside_a_system_message() -> None:
         ({"messages": [USER, ANSWER], "label": False}, "`label` is false"),
         ({"instruction": "1 - 1?", "output": 0}, "`output` must be text, got 0"),
         ({"conversations": [{"from": "human", "value": None}]}, "needs `from` and `value`"),
-        ({"messages": [USER, ANSWER], "loss_weight": 0.5}, "`loss_weight` is 0.5"),
+        ({"messages": [USER, ANSWER], "loss_weight": 0.5}, "`loss_weight` is 0.5: .* Remove the column"),
+        ({"messages": [USER, ANSWER], "weight": 0}, "`weight` is 0: .* Leave out such rows"),
+        ({"prompt": "a", "completion": "b", "train": False}, "`train` is False: .* Leave out such rows"),
         ({"messages": [USER, ANSWER | {"train_detail": [{"begin_offset": 0}]}]}, "`train_detail` trains parts"),
         ({"messages": [USER, ANSWER | {"weight": 0, "train": True}]}, "`weight` and `train` contradict each other"),
         (

@@ -173,6 +173,7 @@ class Checkpointer:
         self._save_async = save_async
         self._on_failure = on_failure
         self._seed = seed
+        self._run_ids = identity.run_ids if identity else None
         self._control = RankGroup(timeout_s=collective_timeout_s)
         self._stager, self._stager_at_call = Stager(), Stager()
         self._copied_at_call: dict[str, Tensor] = {}
@@ -381,8 +382,12 @@ class Checkpointer:
             step = as_step(step)
             verify_checkpoint(self.directory / f"step_{step}", how=verify, step=step, to_resume=True)
             return step
+        entries = [entry for entry in list_entries(self.directory, self._run_ids) if entry.status != "torn"]
+        for entry in entries:
+            if entry.status == "foreign":
+                _log.warning("skipping step %d: %s", entry.step, entry.reason)
         newest, damaged = newest_intact(
-            [entry.step for entry in list_entries(self.directory) if entry.status != "torn"],
+            [entry.step for entry in entries if entry.status != "foreign"],
             lambda number: verify_checkpoint(
                 self.directory / f"step_{number}", how=verify, step=number, to_resume=True
             ),

@@ -202,7 +202,10 @@ class Commit:
             for path in atomic.clear_leftovers(self._directory):
                 _log.info("removed %s: it was never committed", path)
         if final.exists():
-            raise SaveError(f"{final} exists already, and checkpoints are never written over")
+            entries = list_entries(final.parent, self._identity.run_ids)
+            foreign = next((entry.reason for entry in entries if (entry.path, entry.status) == (final, "foreign")), "")
+            said = f"{foreign or f'{final} exists already'}, and checkpoints are never written over"
+            raise SaveError(f"{said}{'. Move it away, and give the command again' if foreign else ''}")
 
     def write(
         self,

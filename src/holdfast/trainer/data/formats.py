@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.chat.masking import Chat, Encoded, TrainOn, encode_chat, encode_completion, encode_text, options_of
-from holdfast.chat.messages import THOUGHTS, bare, called, check_tools, common_length, parse_json, squeezed
+from holdfast.chat.messages import THOUGHTS, WEIGHTS, bare, called, check_tools, common_length, parse_json, squeezed
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
@@ -75,11 +75,16 @@ class Format:
                 "`label` is false, which says that the answer is bad. Leave out such rows, or train all rows by `dpo` "
                 "with loss.type = 'kto'."
             )
-        if row.get("loss_weight") not in (None, 1):
-            raise DataError(
-                f"`loss_weight` is {row['loss_weight']!r:.80}: weights of rows are not supported. Remove it."
-            )
         obeyed = {"label"} if is_answer and row.get("label") is True else set[str]()
+        for key in WEIGHTS:
+            # The others of the names stand for numbers of another kind, too, such as the loss of a row.
+            kind = bool | int | float if key.endswith("weight") else bool
+            if not isinstance(weight := row.get(key), kind):
+                continue
+            if weight != 1:
+                way = "Remove the column" if weight else "Leave out such rows"
+                raise DataError(f"`{key}` is {weight!r:.80}: weights of rows are not supported. {way}.")
+            obeyed.add(key)
         if unused := [column for column in self.unused(row) if row[column] is not None and column not in obeyed]:
             said = tuple(f"the column `{column}` is not read" for column in unused)
             sides[0] = replace(sides[0], remarks=(*sides[0].remarks, *said))

@@ -23,6 +23,7 @@ from holdfast.run.run_dir import RunDir
 from holdfast.trainer import mesh
 from holdfast.trainer.checkpoint import commit, dcp
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer, Stager
+from holdfast.trainer.checkpoint.commit import Identity
 from holdfast.trainer.checkpoint.dcp import ShardWriter
 from holdfast.trainer.checkpoint.state import ObjectsState
 from tests.builders.train_states import MakeState, NotifyingStorage, copied, draw, held_writes, local_part, same, train
@@ -183,6 +184,21 @@ def test_other_tensors_are_planned_again(tmp_path: Path, plans: list[int]) -> No
             assert checkpointer.load(step) == step
             assert same(copied(state.tensors()), before)
     assert len(plans) == 5
+
+
+def test_a_step_of_another_run_is_named_passed_over_and_not_written_over(
+    make_state: MakeState, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = make_state(steps=1)
+    for name, steps in (("mine", [1]), ("other", [2])):
+        with Checkpointer(run_dir.checkpoints, state, identity=Identity(name)) as checkpointer:
+            for step in steps:
+                checkpointer.save(step)
+    mine = Checkpointer(run_dir.checkpoints, state, save_async=False, identity=Identity("mine", run_ids=["mine"]))
+    assert mine.load("latest") == 1
+    assert "skipping step 2: " in caplog.text and "step_2 is a checkpoint of another run (other)" in caplog.text
+    with pytest.raises(SaveError, match=r"step_2 is a checkpoint of another run \(other\).* Move it away"):
+        mine.save(2)
 
 
 @both
