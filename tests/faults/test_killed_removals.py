@@ -185,6 +185,7 @@ def _later_steps(case: Path) -> None:
     _write(case, "rollouts/generations_3.log")
     write_checkpoint(run_dir, 3)
     (run_dir.checkpoint(3) / MANIFEST_NAME).write_text("{")
+    write_checkpoint(run_dir, 4, run_id="another")
 
 
 def _set_aside(case: Path) -> None:

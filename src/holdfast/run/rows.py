@@ -478,7 +478,7 @@ def _plain_object(value: Mapping[str, Any], parts: Mapping[str, Callable[[Any], 
         if entry is not None:
             plain = parts[key]
             found[key] = entry if plain is None else plain(entry)
-        elif key == "content":
+        elif key == "content" and isinstance(value.get("role"), str):  # not an argument or parameter of a tool
             found[key] = None
     return found
 

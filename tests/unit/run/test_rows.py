@@ -145,6 +145,12 @@ def test_values_that_json_does_not_have_become_text(tmp_path: Path) -> None:
     assert "b.parquet': column 'image' holds values of type binary" in refused(tmp_path / "b.parquet")
 
 
+def test_a_parameter_of_one_tool_is_not_a_null_of_the_others_in_a_table(tmp_path: Path) -> None:
+    rows = [{"tools": [{"name": name, "properties": {name: {"type": "string"}}}]} for name in ("content", "city")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == rows
+
+
 def test_numbers_that_only_python_writes_are_kept(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": NaN, "b": -Infinity, "c": "\\ud800", "d": "\\u0022"}\n')
     (row,) = rows_of(tmp_path / "a.jsonl")
