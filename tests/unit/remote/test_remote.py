@@ -329,6 +329,17 @@ class TestFetch:
         with pytest.raises(CheckpointError, match=r"step_9 is a checkpoint of another run \(other\)"):
             prepare(SftConfig.model_validate(settings), clean=False, dry_run=False)
 
+    def test_a_newer_step_of_another_run_in_the_store_is_refused_on_an_empty_machine(
+        self, url: str, empty: RunDir, tmp_path: Path
+    ) -> None:
+        assert fetch(url, empty, "latest") == 3
+        RemoteCheckpoints(url).write_identity(empty)
+        RemoteCheckpoints(url).upload(write_checkpoint(RunDir(tmp_path / "other"), 9, run_id="other"), 9)
+        third = RunDir(tmp_path / "third")
+        with pytest.raises(RunDirError, match=r"step_9 is a checkpoint of another run \(other\).*--ckpt.resume-step 3"):
+            fetch(url, third, "latest")
+        assert fetch(url, third, 3) == 3 and third.run_id() == "run"
+
     def test_a_rewind_cut_off_has_not_happened(self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         """The store goes first: a later step there would come back."""
         fetch(url, empty, 2)

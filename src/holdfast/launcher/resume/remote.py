@@ -63,6 +63,8 @@ def fetch(
         say(f"copied the checkpoint of step {step} from {remote.url} in {time.monotonic() - started:.1f} s")
 
     if wanted in ("latest", "auto", -1):
+        if not run_dir.holds_run():
+            _refuse_newer_of_another_run(remote, steps)
         return _fetch_newest(remote, steps, run_dir, how, bring, say)
     return _fetch_one(remote, steps, run_dir, int(wanted), how, bring)
 
@@ -95,6 +97,31 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
         if run_id not in ours:
             raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds run {own}. {choose}.")
         return
+
+
+def _refuse_newer_of_another_run(remote: RemoteCheckpoints, steps: list[int]) -> None:
+    """Refuse a step of another run after steps of the run whose identity is at the store."""
+    try:
+        identity = checked.decode(remote.read_identity()["run.json"])
+    except (KeyError, ValueError):
+        return
+    ours, newer = {identity.get("run_id"), identity.get("forked_from", {}).get("run_id")}, ""
+    for step in reversed(steps):
+        try:
+            run_id = remote.read_manifest(step).run_id
+        except StorageError:
+            raise
+        except CheckpointError:
+            continue
+        if run_id in ours:
+            break
+        newer = newer or f"{remote.url}/step_{step} is a checkpoint of another run ({run_id})"
+    else:
+        return
+    if newer:
+        raise RunDirError(
+            f"{newer}, after steps of run {run_id}. Move it away, or name a step: --ckpt.resume-step {step}."
+        )
 
 
 def _is_intact(run_dir: RunDir, step: int, how: Verification) -> bool:
