@@ -273,4 +273,5 @@ def _export(dirs: CheckpointDirs, **options: Any) -> Report:
     written = export(dirs, **options)
     count = f"{written.tensors:,} tensors, {written.parameters:,} parameters, {written.dtype}"
     files = f"{size(written.bytes)} in {written.files} safetensors file{'s' if written.files != 1 else ''}"
-    return Report(msgspec.to_builtins(written), [f"wrote {written.directory}: {count}, {files}"])
+    lines = [f"wrote {written.directory}: {count}, {files}", *filter(None, [written.remark])]
+    return Report(msgspec.to_builtins(written), lines)

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tomli
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from holdfast.chat.tokenizer import complete_end_tokens
+from holdfast.chat.tokenizer import complete_end_tokens, end_token_ids
 from holdfast.config.base import DType
-from holdfast.errors import CheckpointError, ConfigError, SaveError
+from holdfast.errors import CheckpointError, ConfigError, DataError, SaveError
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import MODEL_DIR, NAMES_NAME, TRAINER_DIR
 from holdfast.run.manifest import Manifest
@@ -99,7 +99,11 @@ class Export:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of an export."""
+    """The result of an export.
+
+    Attributes:
+        remark: what loading needs beside the files.
+    """
 
     directory: str
     dtype: str
@@ -107,6 +111,7 @@ class Written:
     parameters: int
     files: int
     bytes: int
+    remark: str = ""
 
 
 def published_dtype(request: Export, saved: torch.dtype) -> torch.dtype:
@@ -186,7 +191,23 @@ def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
         writer = SafetensorsWriter(directory, max_file_bytes=size, name=Path(ADAPTER_NAME).stem)
         for name, factor in factors.items():
             writer.add(f"{PEFT_PREFIX}{name}", factor)
-        return commit(directory, target, writer, torch.float32, manifest.read_manifest(step))
+        written = commit(directory, target, writer, torch.float32, manifest.read_manifest(step))
+    return replace(written, remark=_about_end_tokens(step))
+
+
+def _about_end_tokens(step: Path) -> str:
+    """Say which tokens end a turn by the checkpoint and not by the base, whose settings other programs use."""
+    try:
+        base = json.loads((step / MODEL_DIR / ADAPTER_DIR / "adapter_config.json").read_bytes())
+        of_base, ends = end_token_ids(base["base_model_name_or_path"]), end_token_ids(str(step / MODEL_DIR))
+    except (ConfigError, DataError, OSError, KeyError):
+        return ""  # nobody knows the base here
+    if {*ends} <= {*of_base}:
+        return ""
+    return (
+        "WARNING: with the adapter, transformers and vLLM run on after a turn: generation_config.json of the base "
+        f"has eos_token_id = {of_base}: generate with {ends}, or export merged weights with --base"
+    )
 
 
 def _write_merged(request: Export, base_name: str, factors: dict[str, Tensor]) -> Written:

@@ -19,7 +19,7 @@ from holdfast.run import manifest
 from holdfast.run.checkpoints import Kind, kind_of
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_DIR, weights_digest
-from holdfast.trainer.export import Export, TensorReader, export
+from holdfast.trainer.export import Export, TensorReader, _about_end_tokens, export
 from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.preference import reference
 from holdfast.trainer.preference.pairs import Preference
@@ -202,6 +202,22 @@ def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_pa
     with pytest.raises(CheckpointError, match=r"--loss\.reference none"):
         train("dpo", tmp_path / "free", settings, until=2, resume=1)
     train("dpo", tmp_path / "free", free, until=2, resume=1)
+
+
+@pytest.mark.parametrize("of_base", [[7], [7, 9, 5]])
+def test_an_adapter_alone_is_told_which_tokens_end_its_turns_if_the_base_does_not_say_so(
+    of_base: list[int], tmp_path: Path
+) -> None:
+    """transformers and peft read generation_config.json of the base only."""
+    for place, content in (
+        ("base/generation_config.json", {"eos_token_id": of_base}),
+        ("step/model/generation_config.json", {"eos_token_id": [7, 9]}),
+        ("step/model/adapter/adapter_config.json", {"base_model_name_or_path": str(tmp_path / "base")}),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(json.dumps(content))
+    remark = _about_end_tokens(tmp_path / "step")
+    assert remark == "" if 9 in of_base else "eos_token_id = [7]: generate with [7, 9]" in remark
 
 
 @pytest.mark.parametrize("name", ["sft, adapters", "reward-model, adapters"])
