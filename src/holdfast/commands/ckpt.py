@@ -29,6 +29,7 @@ _EPILOG = (
     "STEP is a number, `latest`, or the path of a checkpoint such as OTHER/checkpoints/step_20. STEPS is also a span "
     "such as 3-7, or `all`."
 )
+_IMPORT = "ckpt import [--json] SOURCE sft @ my_run.toml --output-dir DIR"
 _SUMMARY = (
     "max_steps",
     "seed",
@@ -61,6 +62,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="new directory")
     export.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     export.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
+    add("import", f"Begin a run with a step of another program: {_IMPORT}.")
     return subcommands.parse(argv)
 
 
@@ -71,6 +73,8 @@ def _add_step(parser: Parser) -> None:
 def main(argv: list[str]) -> int:
     """Run one subcommand; return 0, 1 when something is wrong with a checkpoint, or a failure's code. Raise
     HoldfastError for a mistake in the command, or something that is missing or damaged."""
+    if argv[:1] == ["import"] and not {"-h", "--help"} & {*argv}:
+        return _import(argv[1:])
     arguments = vars(parse(argv))
     actions: dict[str, Callable[..., Report]] = {
         "ls": ls,
@@ -275,3 +279,34 @@ def _export(dirs: CheckpointDirs, **options: Any) -> Report:
     files = f"{size(written.bytes)} in {written.files} safetensors file{'s' if written.files != 1 else ''}"
     lines = [f"wrote {written.directory}: {count}, {files}", *filter(None, [written.remark])]
     return Report(msgspec.to_builtins(written), lines)
+
+
+def _import(words: list[str]) -> int:
+    """Make the first checkpoint of the run that the command after SOURCE begins; return the exit code."""
+    as_json = "--json" in words[:2]
+    source, program, *argv = [*(word for word in words if word != "--json"), "", ""][: max(2, len(words) - as_json)]
+    if program not in ("sft", "dpo"):
+        raise ConfigError(
+            f"ckpt import takes a directory, and after it the command that continues: `{_IMPORT}`. The command is sft "
+            f"or dpo, got '{program}'."
+        )
+    from holdfast.config import DpoConfig, SftConfig
+    from holdfast.config.load import parse_command_line
+    from holdfast.launcher.launch import resolve_for_import
+
+    config = parse_command_line(SftConfig if program == "sft" else DpoConfig, argv, program)
+    if not Path(source).is_dir():
+        raise ConfigError(f"there is no directory {source} (from {Path.cwd()})")
+    config = resolve_for_import(config, Path(source))
+    try:
+        with tensor_work("reading and writing tensors"):
+            with heavy_imports():
+                from holdfast.trainer.importing import import_state
+            done = import_state(config, Path(source).absolute())
+    except TensorWorkFailed as failure:
+        return failure.exit_code
+    go_on = f"continue with: {program} ... --ckpt.resume-step {done.step}"
+    parts = [f"imported {done.checkpoint}", *(f"  taken: {line}" for line in done.taken)]
+    parts += [*(f"  not taken: {line}" for line in done.left), go_on]
+    Report(msgspec.to_builtins(done), [*parts]).print(as_json=as_json)
+    return 0

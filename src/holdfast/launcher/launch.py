@@ -157,6 +157,29 @@ def launch_training(config: TrainingCommand) -> int:
     return watch(plan)
 
 
+def resolve_for_import(config: SupervisedCommand, source: Path) -> SupervisedCommand:
+    """Check and resolve the settings of a run that is to begin with the checkpoint of another program; lock its
+    directory. Raise RunDirError if it has a run; else as `launch_training`."""
+    ckpt, run_dir = config.ckpt or CkptConfig(), RunDir(config.output_dir)
+    if config.clean or ckpt.init_from or ckpt.resume_dir or config.slurm or config.parallel.nodes > 1:
+        raise ConfigError(
+            "ckpt import makes a checkpoint on this machine: leave out --clean, --ckpt.init-from, --ckpt.resume-dir, "
+            "--slurm and --parallel.nodes"
+        )
+    config = with_resume(config, None)
+    check_training(config)
+    run_dir.lock()
+    if run_dir.holds_run() or run_dir.has_work():
+        steps = ", ".join(str(entry.step) for entry in run_dir.entries()) or "none"
+        raise RunDirError(
+            f"{run_dir.path} holds a run already (checkpoints: {steps}), and {source} begins one. Continue it with "
+            "--ckpt.resume-step auto, or choose another directory with --output-dir."
+        )
+    settle_length(config, clean=False)
+    choose_training(config, place_training(config.parallel, this_machine(find_gpus())), clean=False)
+    return config
+
+
 def _plans_only(config: Command, parallel: ParallelConfig, *, key: str) -> bool:
     """Whether only a plan is wanted, for GPUs that need not be here; raise `ConfigError` if a run is wanted, too."""
     if parallel.card_gb is not None and not config.dry_run:

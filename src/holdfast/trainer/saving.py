@@ -263,7 +263,8 @@ def identity_of(
     files |= {f"{MODEL_DIR}/{name}": content for name, content in publisher.config_files.items()}
     if not layout.is_plain:
         files[f"{MODEL_DIR}/{NAMES_NAME}"] = msgspec.json.encode(layout.names)
-    return Identity(run_dir.run_id(), config.program, data_fingerprint, fingerprint(config), files, run_dir.run_ids())
+    run_id = run_dir.run_id() if run_dir.holds_run() else ""  # a checkpoint that is imported before the first start
+    return Identity(run_id, config.program, data_fingerprint, fingerprint(config), files, run_dir.run_ids())
 
 
 def resume(checkpointer: Checkpointer, run_dir: RunDir, step: int, *, data_fingerprint: str, mesh: Mesh) -> None:

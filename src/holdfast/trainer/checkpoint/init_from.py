@@ -80,9 +80,9 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Region]:
 def open_source(path: Path, kind: Kind) -> Source:
     """Return the source at `path`; no tensor is read yet. Raise CheckpointError if it cannot be read."""
     if kind is Kind.CHECKPOINT:
-        return _DcpSource(path / TRAINER_DIR)
+        return DcpSource(path / TRAINER_DIR)
     if kind is Kind.DCP:
-        return _DcpSource(path)
+        return DcpSource(path)
     return SafetensorsSource([path] if kind is Kind.TENSORS else _files_of(path))
 
 
@@ -102,7 +102,7 @@ class _FileIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _DcpSource:
+class DcpSource:
     """A torch.distributed.checkpoint directory. Other objects than tensors are never unpickled."""
 
     def __init__(self, directory: Path) -> None:
@@ -232,7 +232,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 
 def load_weights_only(
     tensors: Mapping[str, Tensor], path: str | Path, *, how: Verification = "full", layout: FileLayout | None = None
-) -> None:
+) -> set[tuple[torch.dtype, torch.dtype]]:
     """Fill `tensors` in place with the weights at `path`. Collective.
 
     Checkpoints and published weights are verified first. Other dtypes are cast, with a line in the log. If input and
@@ -244,6 +244,9 @@ def load_weights_only(
         how: `full` checks every byte of checkpoints and published weights, `size` only sizes.
         layout: of files, if their tensors differ from the tensors in memory.
 
+    Returns:
+        Pairs of a dtype there and here.
+
     Raises:
         CheckpointError: there are no weights, they are damaged, or they do not fit the model (missing, surplus or
             differently shaped tensors).
@@ -254,16 +257,31 @@ def load_weights_only(
         ranks.on_main(lambda: _verify(path, kind, how), error=CheckpointError)
     source = open_source(path, kind)
     prefixes = ("model.",) if kind is Kind.CHECKPOINT else _PREFIXES
-    is_as_in_memory = any(all(f"{prefix}{name}" in source.found for name in tensors) for prefix in prefixes)
-    if layout is not None and kind is not Kind.CHECKPOINT and not is_as_in_memory and not adapted_matrices(tensors):
-        source = ConvertedSource(source, layout)
-    names = _match(tensors, source, prefixes, f"{path} ({kind})")
-    cast = {(source.found[name].dtype, tensors[own].dtype) for own, name in names.items()}
-    for there, here in sorted(cast, key=str):
+    dtypes = fill_weights(
+        tensors, source, f"{path} ({kind})", prefixes, layout=None if kind is Kind.CHECKPOINT else layout
+    )
+    for there, here in sorted(dtypes, key=str):
         if there != here:
             _log.info("%s: weights are cast from %s to %s", path, there, here)
+    _log.info("took the weights of %s, %d tensors; optimizer and counters start at 0", path, len(tensors))
+    return dtypes
+
+
+def fill_weights(
+    tensors: Mapping[str, Tensor],
+    source: Source,
+    what: str,
+    prefixes: tuple[str, ...] = _PREFIXES,
+    *,
+    layout: FileLayout | None = None,
+) -> set[tuple[torch.dtype, torch.dtype]]:
+    """Fill `tensors` from an open source; errors begin with `what`. The rest is as in `load_weights_only`."""
+    is_as_in_memory = any(all(f"{prefix}{name}" in source.found for name in tensors) for prefix in prefixes)
+    if layout is not None and not is_as_in_memory and not adapted_matrices(tensors):
+        source = ConvertedSource(source, layout)
+    names = _match(tensors, source, prefixes, what)
     source.fill({name: tensors[own] for own, name in names.items()})
-    _log.info("took the weights of %s, %d tensors; optimizer and counters start at 0", path, len(names))
+    return {(source.found[name].dtype, tensors[own].dtype) for own, name in names.items()}
 
 
 def _verify(path: Path, kind: Kind, how: Verification) -> None:

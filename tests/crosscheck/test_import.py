@@ -1,0 +1,205 @@
+"""Runs of other programs, taken over by `ckpt import` at step 20: their own continuation is the reference."""
+
+import json
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.run.metrics import read_metrics
+from holdfast.run.run_dir import RunDir
+from tests.conftest import ModelFactory
+from tests.faults.faulty_calls import read_trail
+from tests.forking.commands import Run, shared_commands
+from tests.runs.training import PAIRS, write_data
+
+pytestmark = [pytest.mark.trl, pytest.mark.launch]
+
+STEP, LAST, BATCH = 20, 40, 8
+SHARED = {
+    "data.batch-size": BATCH, "max-steps": LAST, "optim.lr": 1e-3, "optim.schedule": "linear",
+    "optim.warmup-steps": 4, "optim.betas": "[0.9,0.999]", "parallel.threads": 1, "seed": 3,
+}  # fmt: skip
+THEIRS = {
+    "max_steps": LAST, "save_steps": STEP, "per_device_train_batch_size": BATCH, "learning_rate": 1e-3,
+    "lr_scheduler_type": "linear", "warmup_steps": 4, "seed": 3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A run of another program that ended at step 40, and the settings that make it one of ours."""
+
+    program: str
+    directory: Path
+    losses: Mapping[int, float]
+    settings: Mapping[str, Any]
+
+    def words(self, output: Path, **changed: Any) -> list[str]:
+        settings = {**SHARED, **self.settings, "output-dir": output, **changed}
+        flags = (word for key, value in settings.items() for word in (f"--{key}", str(value)))
+        return [*flags, "--no-data.shuffle", "--ckpt"]
+
+    def bring(self, output: Path, *, source: Path | None = None, fault: str = "", **changed: Any) -> Run:
+        argv = ["import", str(source or self.directory), self.program, *self.words(output, **changed)]
+        return shared_commands().start("ckpt", output, argv, fault=fault).wait()
+
+    def check_continuation(self, output: Path) -> None:
+        """Continue an imported run, and compare its losses."""
+        words = [*self.words(output), "--ckpt.resume-step", str(STEP)]
+        log = shared_commands().start(self.program, output, words).succeed().log
+        assert "WARNING" not in log and "differs from" not in log, log
+        ours = {line["step"]: line["loss"] for line in read_metrics(RunDir(output).metrics)}
+        assert list(ours) == list(range(STEP + 1, LAST + 1))
+        assert ours == pytest.approx({step: self.losses[step] for step in ours}, abs=1e-5)
+
+
+def rows_of(path: Path, *, count: int) -> list[dict[str, str]]:
+    """Keep whole batches in a file of rows, and return them."""
+    lines = path.read_text().splitlines()[:count]
+    path.write_text("\n".join(lines) + "\n")
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def dpo(trl_trainers: ModuleType, tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Foreign:
+    model, place = tiny_model(), tmp_path_factory.mktemp("trl")
+    rows = rows_of(Path(shutil.copy(PAIRS, place / "pairs.jsonl")), count=5 * BATCH)
+    losses = trl_trainers.trained("dpo", model, place, rows, **THEIRS, beta=0.2)
+    return Foreign("dpo", place / f"checkpoint-{STEP}", losses, {
+        "model.name": model, "data.name": place / "pairs.jsonl", "loss.beta": 0.2,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adapter(trl_trainers: ModuleType, tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Foreign:
+    import peft
+
+    model, place = tiny_model(), tmp_path_factory.mktemp("trl")
+    rows = rows_of(write_data(place / "rows.jsonl"), count=5 * BATCH)
+    lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    losses = trl_trainers.trained("sft", model, place, rows, **THEIRS, peft_config=lora)
+    return Foreign("sft", place / f"checkpoint-{STEP}", losses, {
+        "model.name": model, "data.name": place / "rows.jsonl", "model.lora.rank": 4, "model.lora.alpha": 8,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sft(trl_trainers: ModuleType, tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Foreign:
+    model, place = tiny_model(), tmp_path_factory.mktemp("trl")
+    rows = rows_of(write_data(place / "rows.jsonl"), count=5 * BATCH)
+    settings = {"model.name": model, "data.name": place / "rows.jsonl", "optim.weight-decay": 0.1}
+    losses = trl_trainers.trained("sft", model, place, rows, **THEIRS, weight_decay=0.1)
+    return Foreign("sft", place / f"checkpoint-{STEP}", losses, settings)
+
+
+def test_a_run_of_trl_continues_with_its_own_losses(sft: Foreign, tmp_path: Path) -> None:
+    log = sft.bring(tmp_path / "run").succeed().log
+    assert "taken: AdamW's state: 24 parameters" in log and "taken: step 20" in log, log
+    assert "not taken: random generators" in log and "rng_state.pth" in log, log
+    sft.check_continuation(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["dpo", "adapter"])
+def test_pairs_and_adapters_continue_with_their_own_losses(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    foreign = request.getfixturevalue(kind)
+    if kind == "adapter":
+        refused = foreign.bring(tmp_path / "run", **{"model.lora.alpha": 4})
+        assert refused.code == 2 and "--model.lora.rank 4 --model.lora.alpha 8" in refused.log, refused.log
+    log = foreign.bring(tmp_path / "run").succeed().log
+    assert "taken: AdamW's state:" in log, log
+    foreign.check_continuation(tmp_path / "run")
+
+
+def test_an_import_that_is_killed_leaves_nothing_and_works_again(sft: Foreign, tmp_path: Path) -> None:
+    def fault(output: Path, **settings: Any) -> str:
+        words = str(output), str(output.with_suffix(".trail"))
+        return f"from tests.faults.faulty_calls import install; install(*{words!r}, **{settings!r})"
+
+    sft.bring(tmp_path / "whole", fault=fault(tmp_path / "whole")).succeed()
+    calls = read_trail(tmp_path / "whole.trail")
+    commit = next(call.number for call in calls if call.name == "rename" and call.target.endswith(f"step_{STEP}"))
+    output = tmp_path / "run"
+    for number in (2, commit // 2, commit - 1, commit):
+        (tmp_path / "run.trail").unlink(missing_ok=True)
+        assert sft.bring(output, fault=fault(output, kill_at=number)).code == -signal.SIGKILL, number
+        assert RunDir(output).committed_steps() == []
+    sft.bring(output).succeed()
+    assert RunDir(output).committed_steps() == [STEP]
+    again = sft.bring(output)
+    assert again.code == 2 and "holds a run already (checkpoints: 20)" in again.log, again.log
+
+
+def drop(name: str) -> Any:
+    return lambda path: (path / name).unlink()
+
+
+def cut(name: str) -> Any:
+    def act(path: Path) -> None:
+        with open(path / name, "r+b") as file:
+            file.truncate((path / name).stat().st_size // 2)
+
+    return act
+
+
+def with_state(change: Any) -> Any:
+    def act(path: Path) -> None:
+        saved = torch.load(path / "optimizer.pt")
+        change(saved)
+        torch.save(saved, path / "optimizer.pt")
+
+    return act
+
+
+def as_adafactor(saved: dict[str, Any]) -> None:
+    saved["state"] = {number: {"step": 20, "RMS": torch.ones(())} for number in saved["state"]}
+
+
+def in_other_shapes(saved: dict[str, Any]) -> None:
+    saved["state"][0]["exp_avg"] = torch.zeros(3, 3)
+
+
+def with_code(saved: dict[str, Any]) -> None:
+    saved["hook"] = Path("/")
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "no optimizer": (drop("optimizer.pt"), {}, ["has no optimizer.pt", "--ckpt.init-from"]),
+    "half written": (drop("trainer_state.json"), {}, ["has no trainer_state.json", "not whole"]),
+    "cut optimizer": (cut("optimizer.pt"), {}, ["optimizer.pt cannot be read", "may not be whole"]),
+    "cut weights": (cut("model.safetensors"), {}, ["model.safetensors cannot be read"]),
+    "code": (with_state(with_code), {}, ["something else than tensors", "--ckpt.init-from"]),
+    "adafactor": (with_state(as_adafactor), {}, ["keeps RMS, step", "it is another optimizer"]),
+    "shapes": (with_state(in_other_shapes), {}, ["exp_avg of model.embed_tokens.weight is (3, 3) there"]),
+    "rate": (None, {"optim.lr": 2e-3}, ["learning rate of step 21", "its peak of optim.lr is 0.001"]),
+    "schedule": (None, {"optim.schedule": "cosine"}, ["the learning rate of step"]),
+    "end": (None, {"max-steps": 60}, ["the schedule ends at step 40 there, 60 here: --optim.schedule-steps 40"]),
+    "betas": (None, {"optim.betas": "[0.9,0.95]"}, ["--optim.betas '[0.9, 0.999]'"]),
+    "decay": (None, {"optim.weight-decay": 0}, ["--optim.weight-decay 0.1"]),
+    "muon": (None, {"optim.type": "muon"}, ["only states of AdamW"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_and_leaves_nothing(case: str, sft: Foreign, tmp_path: Path) -> None:
+    change, settings, words = REFUSED[case]
+    source = shutil.copytree(sft.directory, tmp_path / "source")
+    if change is not None:
+        change(source)
+    run = sft.bring(tmp_path / "run", source=source, **settings)
+    assert run.code == 2 and "Traceback" not in run.log, run.log
+    assert all(word in run.log for word in words), run.log
+    assert RunDir(tmp_path / "run").entries() == []
+
+
+def test_another_model_is_refused(sft: Foreign, tiny_model: ModelFactory, tmp_path: Path) -> None:
+    run = sft.bring(tmp_path / "run", **{"model.name": tiny_model(num_hidden_layers=3)})
+    assert run.code == 2 and "does not fit this model" in run.log, run.log
