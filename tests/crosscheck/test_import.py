@@ -119,6 +119,23 @@ def test_pairs_and_adapters_continue_with_their_own_losses(
     foreign.check_continuation(tmp_path / "run")
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_two_ranks_of_accelerate_continue_with_their_own_losses(kind: str, sft: Foreign, tmp_path: Path) -> None:
+    directory = tmp_path / kind
+    directory.mkdir()
+    rows, model = Path(sft.settings["data.name"]), Path(sft.settings["model.name"])
+    losses = shared_commands().two_ranks("tests.ranks.accelerated", directory, model, rows)[0]
+    foreign = Foreign("sft", directory / f"step_{STEP}", losses, {**sft.settings, "optim.weight-decay": 0})
+    log = foreign.bring(tmp_path / "run").succeed().log
+    assert "random_states_1.pkl" in log, log
+    foreign.check_continuation(tmp_path / "run")
+    shutil.rmtree(foreign.directory / "optimizer_0", ignore_errors=True)
+    (foreign.directory / "optimizer.bin").unlink(missing_ok=True)
+    refused = foreign.bring(tmp_path / "other")
+    assert refused.code == 2 and "the weights alone" in refused.log, refused.log
+
+
 def test_an_import_that_is_killed_leaves_nothing_and_works_again(sft: Foreign, tmp_path: Path) -> None:
     def fault(output: Path, **settings: Any) -> str:
         words = str(output), str(output.with_suffix(".trail"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,26 +219,28 @@ def _sharded_moments(directory: Path) -> Moments:
 class _PlainValues(DefaultLoadPlanner):
     """Loads objects as plain values; torch's own planner would run their code."""
 
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.loaded: dict[str, Any] = {}
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.loaded[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def _sharded_groups(directory: Path) -> list[dict[str, Any]]:
-    """Return a group for each parameter, as torch stores them by name; empty if they are stored otherwise."""
-    index = IndexReader(directory)
+    """Return the parameter groups, or one for each parameter if torch has stored them so; empty if it has not."""
+    index, planner = IndexReader(directory), _PlainValues()
     entries = index.read_metadata().state_dict_metadata
-    values: dict[str, Any] = {
-        name: None
-        for name, entry in entries.items()
-        if isinstance(entry, BytesStorageMetadata) and _GROUP.fullmatch(name) and not name.endswith(".params")
-    }
+    wanted = {name for name, one in entries.items() if isinstance(one, BytesStorageMetadata) and _GROUP.fullmatch(name)}
     try:
-        torch_dcp.load(values, storage_reader=index, planner=_PlainValues(flatten_state_dict=False), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            torch_dcp.load(dict.fromkeys(wanted), storage_reader=index, planner=planner, no_dist=True)
     except torch_dcp.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{directory}: settings of the optimizer cannot be read: {reason}") from None
     groups: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
+    for name, value in planner.loaded.items():
         match = _GROUP.fullmatch(name)
         assert match is not None
         groups.setdefault(match["place"], {"params": [match["place"]]})[match["key"]] = value
