@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,19 @@ def test_stop_token_ends_a_choice_and_is_part_of_it(server: Served) -> None:
     assert stopped["versions"] == [{"version": 0, "digest": digest, "start": 0, "end": first + 1}]
 
 
+def test_the_token_that_completes_a_stop_text_ends_a_choice_and_is_part_of_it(server: Served, model: Path) -> None:
+    decode = load_tokenizer(str(model)).decode
+    free = server.choices(seeds=[4])[0]
+    stop = decode(free["token_ids"][4:7], skip_special_tokens=False)
+    texts = [decode(free["token_ids"][:end], skip_special_tokens=False) for end in range(21)]
+    end = next(end for end, text in enumerate(texts) if stop in text)
+    stopped, other = server.choices(seeds=[4, 4], stop=["never said", stop])
+    assert stopped["token_ids"] == free["token_ids"][:end] == other["token_ids"] and 0 < end <= 7
+    assert stopped["logprobs"] == free["logprobs"][:end]
+    assert (stopped["finish_reason"], stopped["versions"][-1]["end"]) == ("stop", end)
+    assert server.choices(seeds=[4], stop=["never said"])[0] == free
+
+
 def test_logprobs_of_the_prompt_are_those_of_the_model(server: Served, model: Path) -> None:
     """Whatever is sampled behind it: at temperature 1, and of all tokens."""
     expected = reference_logprobs(model, PROMPT[:1], PROMPT[1:])
@@ -225,6 +238,8 @@ def test_only_the_given_tokens_stop(server: Served) -> None:
         ({"top_k": 2**40}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
         ({"stop_token_ids": [500]}, "stop_token_ids holds 500"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": "text"}, "stop"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(server: Served, fields: dict[str, Any], reason: str) -> None:
@@ -270,19 +285,61 @@ def _check_openai_routes(http: httpx.Client, name: str) -> None:
     assert http.post("/v1/chat/completions", json=chat | end).json()["usage"]["completion_tokens"] == 1
     assert answers[2].json()["data"][0]["id"] == name
     assert http.post("/v1/completions", json=text | {"model": "another"}).status_code == 404
-    _check_openai_logprobs(http, chat | {"logprobs": True, "top_logprobs": 3}, text | {"logprobs": 3})
 
 
-def _check_openai_logprobs(http: httpx.Client, chat: dict[str, Any], text: dict[str, Any]) -> None:
-    """They are of the model's own distribution, or refused."""
-    answers = [http.post("/v1/completions", json=text | {"temperature": heat}).json() for heat in (0, 1)]
-    greedy, sampled = (answer["choices"][0]["logprobs"]["top_logprobs"][0].values() for answer in answers)
-    assert sorted(greedy)[-3:] == pytest.approx(sorted(sampled)[-3:], abs=1e-5)
-    for field, value in {"temperature": 0.7, "top_p": 0.1, "presence_penalty": 1.0, "logit_bias": {"5": 1.0}}.items():
-        for path, body in (("chat/completions", chat), ("completions", text)):
-            refused = http.post(f"/v1/{path}", json=body | {field: value})
-            assert refused.status_code == 400
-            assert f"logprobs with {field} = {{" in refused.text or f"logprobs with {field} = {value}" in refused.text
+_ENDS = 3
+_LIKELY = {"logit_bias": {"6": 100, "7": 100}, "temperature": 0}
+# Fields of vLLM's routes, and what holds for ids, text and number of the choices of 8 tokens; 5 and 6 are a and b.
+_FIELDS: list[tuple[dict[str, Any], Callable[[list[int], str, int], bool]]] = [
+    ({"n": 3, "temperature": 0.5}, lambda _ids, _text, number: number == 3),
+    ({"stop": ["x", "aab"], "allowed_token_ids": [5, 6]}, lambda _ids, text, _number: "aab" not in text),
+    ({"stop": "aa", "logit_bias": {"5": 100}}, lambda ids, text, _number: (ids, text) == ([5, 5], "")),
+    ({"stop_token_ids": [5], "logit_bias": {"5": 100}}, lambda ids, _text, _number: ids == [5]),
+    ({"logit_bias": {"5": 100}}, lambda ids, _text, _number: ids == [5] * 8),
+    ({"logit_bias": {str(_ENDS): 100}}, lambda ids, _text, _number: ids == [_ENDS]),
+    ({"logit_bias": {str(_ENDS): 100}, "min_tokens": 4}, lambda ids, _text, _number: ids.index(_ENDS) == 4),
+    ({"logit_bias": {str(_ENDS): 100}, "ignore_eos": True}, lambda ids, _text, _number: ids == [_ENDS] * 8),
+    (_LIKELY, lambda ids, _text, _number: {*ids} < {6, 7}),
+    (_LIKELY | {"presence_penalty": 2.0}, lambda ids, _text, _number: {*ids} == {6, 7}),
+    (_LIKELY | {"frequency_penalty": 2.0}, lambda ids, _text, _number: {*ids} == {6, 7}),
+    (_LIKELY | {"repetition_penalty": 1.2}, lambda ids, _text, _number: {*ids} == {6, 7}),
+    ({"allowed_token_ids": [5, 6]}, lambda ids, _text, _number: {*ids} <= {5, 6}),
+    ({"bad_words": ["a"], "allowed_token_ids": [5, 6]}, lambda _ids, text, _number: text == "b" * 8),
+    ({"temperature": 0.5, "top_p": 0.5, "top_k": 20, "min_p": 0.01}, lambda ids, _text, _number: len(ids) == 8),
+    ({"temperature": 0.5, "stream": True}, lambda ids, _text, _number: len(ids) == 8),
+    ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda _ids, text, _number: len(text) == 3 and {*text} <= {*"ab"}),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda _ids, text, _number: text in ("yes", "no")),
+    ({"response_format": {"type": "json_object"}}, lambda _ids, text, _number: text.lstrip().startswith("{")),
+]
+
+
+@pytest.mark.engine
+def test_openai_routes_serve_each_field_with_the_log_probabilities_of_the_model(model: Path, tmp_path: Path) -> None:
+    """As vLLM's own server, whose log-probabilities are before temperature, cuts and penalties."""
+    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 8, "seed": 1, "logprobs": 2, "return_token_ids": True}
+    with _served("vllm", model, tmp_path) as server:
+        for fields, holds in _FIELDS:
+            answer = server.http.post("/v1/completions", json=body | fields)
+            assert answer.status_code == 200, answer.text
+            choices = _streamed(answer.text) if "stream" in fields else answer.json()["choices"]
+            for choice in choices:
+                ids = choice["token_ids"]
+                assert holds(ids, choice["text"], len(choices)), (fields, choice)
+                if not {"structured_outputs", "response_format"} & {*fields}:  # a grammar masks before
+                    expected = reference_logprobs(model, PROMPT, ids)
+                    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4), fields
+        for name in ("structured_outputs", "response_format"):
+            fields = next(fields for fields, _ in _FIELDS if name in fields) | {"temperature": 0.5}
+            refused = server.http.post("/v1/completions", json=body | fields)
+            assert refused.status_code == 400 and "Leave temperature out, or leave logprobs out" in refused.text
+        longest = {"max_tokens": MAX_LEN - len(PROMPT), "temperature": 0.5, "ignore_eos": True}
+        ids = server.http.post("/v1/completions", json=body | longest).json()["choices"][0]["token_ids"]
+        assert len(ids) == longest["max_tokens"] - 1
+
+
+def _streamed(events: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in events.split("\n\n")]
+    return [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
 
 
 def test_metrics_count_requests_tokens_and_busy_time(server: Served) -> None:

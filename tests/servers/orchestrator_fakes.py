@@ -205,9 +205,12 @@ class FakeEngine:
         choices = []
         for index, seed in enumerate(body["seeds"]):
             tokens, logprobs = sample(body["token_ids"], seed, digest=self.digest, max_tokens=body["max_tokens"])
+            text = "".join(chr(token + 92) for token in tokens)
+            ends = [text.find(one) + len(one) for one in body["stop"] if one in text]
+            tokens, logprobs = (part[: min(ends, default=None)] for part in (tokens, logprobs))
             choices.append({
                 "index": index, "token_ids": tokens, "logprobs": logprobs,
-                "finish_reason": "stop" if tokens[-1] in body["stop_token_ids"] else "length",
+                "finish_reason": "stop" if ends or tokens[-1] in body["stop_token_ids"] else "length",
                 "versions": [{"version": version, "digest": self.digest, "start": 0, "end": len(tokens)}],
                 "prompt_logprobs": [-1.5] * (len(body["token_ids"]) - 1) if body["prompt_logprobs"] else None,
             })  # fmt: skip

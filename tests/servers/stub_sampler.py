@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.errors import DataError, ReadError, is_storage_failure
 from holdfast.inference.weights import ServerMetrics, read_label
 from holdfast.protocol.inference import Choice, GenerateRequest, SampledSpan
@@ -34,6 +35,7 @@ class _Sequence:
     slot: int
     done: asyncio.Future[Choice]
     tokens: list[int]
+    decode: Callable[..., str]
     num_cached: int = 0  # how many of its tokens have keys and values by the weights that serve
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -54,7 +56,9 @@ class _Sequence:
             self.spans.append(last)
             last = None
         self.spans.append(SampledSpan(version, start if last is None else last.start, start + 1, digest=digest))
-        if token in self.request.stop_token_ids:
+        stop = self.request.stop
+        text = self.decode(self.tokens[len(self.request.token_ids) :], skip_special_tokens=False) if stop else ""
+        if token in self.request.stop_token_ids or any(one in text for one in stop):
             self.end("stop")
         elif self.num_sampled == self.request.max_tokens:
             self.end("length")
@@ -101,6 +105,7 @@ class StubSampler:
         self._most_rows = most_rows
         self._label = ""
         self._paused = False
+        self._tokenizer: Tokenizer | None = None
         self._caches: dict[int, Cache] = {}
         self._sequences: list[_Sequence] = []
         self._wake = asyncio.Event()
@@ -111,7 +116,8 @@ class StubSampler:
         cache = self._caches.setdefault(length, Cache(self._weights.shape, length))
         draws = np.random.Generator(np.random.Philox(seed)).random(request.max_tokens)
         done: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
-        sequence = _Sequence(request, index, draws, cache, cache.take(), done, list(request.token_ids))
+        tokens = list(request.token_ids)
+        sequence = _Sequence(request, index, draws, cache, cache.take(), done, tokens, self._decode)
         self._sequences.append(sequence)
         self._wake.set()
         try:
@@ -120,6 +126,10 @@ class StubSampler:
             if sequence in self._sequences:
                 self._sequences.remove(sequence)
             cache.give(sequence.slot)
+
+    def _decode(self, token_ids: list[int], **options: bool) -> str:
+        self._tokenizer = self._tokenizer or load_tokenizer(str(self._weights.model_dir))
+        return self._tokenizer.decode(token_ids, **options)
 
     async def probe(self, *, generates: bool) -> str | None:
         if generates:

@@ -40,7 +40,7 @@ class Weights:
 
     def __init__(self, model_dir: Path) -> None:
         self.shape = Shape.read(model_dir)  # of that model
-        self._model_dir = model_dir
+        self.model_dir = model_dir
         self._shapes = self._expected_shapes()
 
     def read(self, directory: Path, version: int | None = None) -> Read:
@@ -74,7 +74,7 @@ class Weights:
         from holdfast.inference.transfer import Incoming
         from holdfast.inference.weight_files import read_architecture
 
-        wanted, architecture = msgspec.json.decode(transfer, type=Transfer), read_architecture(self._model_dir)
+        wanted, architecture = msgspec.json.decode(transfer, type=Transfer), read_architecture(self.model_dir)
         incoming = Incoming.join(wanted, rank=0, architecture=architecture, device=torch.device("cpu"))
 
         def receive() -> Read:
@@ -85,7 +85,7 @@ class Weights:
         return receive
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        files = weights_files(self._model_dir)
+        files = weights_files(self.model_dir)
         if not files:
             return {}
         tensors = {name: tensor for path in files for name, tensor in safetensors.numpy.load_file(path).items()}
@@ -127,7 +127,7 @@ class Weights:
         return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
 
     def _adapted(self, directory: Path, factors: dict[str, Floats]) -> dict[str, Floats]:
-        base, _ = self.read(self._model_dir)
+        base, _ = self.read(self.model_dir)
         wanted, digest = read_base(directory), tensors_digest((n, t.shape, t.data) for n, t in base.items())
         if wanted.digest != digest:
             raise DataError(f"{directory} is an adapter for weights with digest {wanted.digest}, not {digest}")

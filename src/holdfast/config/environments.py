@@ -11,6 +11,7 @@ from holdfast.config.base import Section, Url
 from holdfast.config.marks import Mark
 from holdfast.protocol.rollouts import Sampling
 
+_StopText = Annotated[str, Field(min_length=1)]
 _FIXED = ("model", "messages", "temperature", "n", "stream")
 
 
@@ -158,10 +159,13 @@ class SamplingConfig(Section):
     max_tokens: int = Field(default=128, ge=1)
     """Most tokens sampled in one turn."""
 
+    stop: list[_StopText] = []
+    """Texts that end a turn after the token that completes such a text; the turn keeps these tokens. `[]`: none."""
+
     @property
-    def distribution(self) -> "Sampling":
-        """The distribution of every sampled token."""
-        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+    def of_tokens(self) -> "Sampling":
+        """The distribution of every sampled token, and the texts that end a turn."""
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p, tuple(self.stop))
 
     _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
 
@@ -183,6 +187,9 @@ class EnvironmentSamplingConfig(Section):
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens sampled in one turn."""
+
+    stop: list[_StopText] | None = None
+    """Texts that end a turn after the token that completes such a text; the turn keeps these tokens. `[]`: none."""
 
     _leaves_a_choice = field_validator("top_k")(leaves_a_choice)
 
@@ -229,8 +236,8 @@ class EnvironmentConfig(Section):
     """Rollouts of one problem of this environment; unset: the `group_size` of all. Not of evaluations."""
 
     sampling: Annotated[EnvironmentSamplingConfig | None, Mark.ANSWERS] = None
-    """Other sampling for this environment: `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, each unset: the
-    `sampling` of all."""
+    """Other sampling for this environment: `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, `stop`, each unset:
+    the `sampling` of all."""
 
     seq_len: Annotated[int | None, Mark.ANSWERS] = Field(default=None, ge=2)
     """Most tokens of one rollout of this environment, prompt included, or of each of its branches; unset: the `seq_len`
@@ -330,7 +337,7 @@ class RolloutSettings:
         group_size: rollouts of one problem.
         seq_len: most tokens of one rollout, prompt included.
         max_tokens: most tokens sampled in one turn.
-        sampling: the distribution that tokens are sampled from.
+        sampling: the distribution that tokens are sampled from, and the texts that end a turn.
     """
 
     group_size: int

@@ -150,7 +150,7 @@ class EvalConfig(Section):
     """Rollouts of each task: the k of `avg@k`, and the largest of `pass@k`."""
 
     sampling: EvaluationSamplingConfig | None = None
-    """Sampling of completions; unset: at temperature 1, with the `max_tokens` of training, of each environment."""
+    """Sampling of completions; unset: at temperature 1, with each environment's `max_tokens` and `stop` of training."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the held-out tasks and the samples, as in `evaluate`."""
@@ -265,7 +265,7 @@ class OrchestratorConfig(Command):
             group_size=section.group_size or self.group_size,
             seq_len=section.seq_len or self.seq_len,
             max_tokens=sampling.max_tokens,
-            sampling=sampling.distribution,
+            sampling=sampling.of_tokens,
         )
 
     @property
@@ -321,7 +321,7 @@ class OrchestratorConfig(Command):
     def _comparable_with_a_teacher(self) -> Self:
         judged = self.teacher is not None and self.teacher.mode == "logprobs"
         for section in self.environments:
-            sampling = self.rollouts_of(section).sampling
+            sampling = self.rollouts_of(section).sampling.distribution
             if judged and sampling != PLAIN_SAMPLING:
                 raise ValueError(
                     f"sampling of environment '{section.label}' at {sampling}: the log-probabilities of a teacher "

@@ -11,8 +11,8 @@ import multiprocessing
 import os
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,11 +28,10 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import tokens_input
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -45,7 +44,7 @@ from holdfast.inference.access import RequestError
 from holdfast.inference.weights import read_label
 from holdfast.inference.worker import LOAD_FORMAT, prepare_engine_process
 from holdfast.process.events import report
-from holdfast.protocol.inference import GENERATE_ROUTE, Choice, GenerateRequest, SampledSpan
+from holdfast.protocol.inference import Choice, GenerateRequest, SampledSpan
 from holdfast.protocol.rollouts import Logprobs, TokenIds
 
 # On CPU: prompts of one step that are prefilled together; chunked prefill is off, so at least model.max_len.
@@ -182,36 +181,65 @@ def end_turns(engine: AsyncLLM, tokenizer_dir: Path) -> None:
         known["eos_token_id"] = sorted({*([ends] if isinstance(ends, int) else ends), *stops})
 
 
-def refuse_other_logprobs(engine: AsyncLLM) -> None:
-    """Have vLLM's own routes refuse log-probabilities that would mean something else than vLLM documents.
+def give_logprobs_of_model(engine: AsyncLLM) -> None:
+    """Have vLLM's own routes give the log-probabilities that vLLM documents: before temperature, cuts and penalties.
 
-    vLLM's own are of the model's distribution, before temperature, cuts and penalties. This engine computes them after,
-    as the trainer needs them. Without changes to the distribution, and if the best token is taken, both are the same.
+    This engine computes them after, as the trainer needs them. Without changes to the distribution, and if the best
+    token is taken, both are the same. For other requests see `_with_logprobs_of_model`.
     """
-    process_inputs = engine.input_processor.process_inputs
+    generate = engine.generate
 
-    def checked(request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> EngineCoreRequest:
+    def generated(prompt: Any, params: Any, request_id: str, **named: Any) -> AsyncGenerator[RequestOutput]:
         if isinstance(params, SamplingParams) and not request_id.startswith(_OWN_REQUESTS):
-            _check_logprobs(params)
-        return process_inputs(request_id, prompt, params, *more, **named)
+            changed = [name for name, values in _UNCHANGED.items() if getattr(params, name) not in values]
+            if changed and (params.logprobs is not None or params.logprob_token_ids):
+                return _with_logprobs_of_model(engine, generate, prompt, params, request_id, changed, named)
+        return generate(prompt, params, request_id, **named)
 
-    engine.input_processor.process_inputs = checked  # type: ignore[method-assign]
+    engine.generate = generated  # type: ignore[method-assign]
 
 
-def _check_logprobs(params: SamplingParams) -> None:
-    """Raise VLLMValidationError if `params` asks for log-probabilities of a distribution that it changes."""
-    if params.logprobs is None and not params.logprob_token_ids:
-        return
-    changed = [name for name, values in _UNCHANGED.items() if getattr(params, name) not in values]
-    if changed:
-        told = " and ".join(f"{name} = {shown(getattr(params, name))}" for name in changed)
-        raise VLLMValidationError(
-            f"logprobs with {told} are not supported: clients expect log-probabilities of the model here, and this "
-            f"server has them only of the distribution that it samples from. Leave {' and '.join(changed)} out, or use "
-            f"temperature 0 without penalties, or leave logprobs out. POST {GENERATE_ROUTE} gives log-probabilities of "
-            "the changed distribution.",
-            parameter="logprobs",
-        )
+async def _with_logprobs_of_model(
+    engine: AsyncLLM,
+    generate: Callable[..., AsyncGenerator[RequestOutput]],
+    prompt: Any,
+    params: SamplingParams,
+    request_id: str,
+    changed: list[str],
+    named: dict[str, Any],
+) -> AsyncGenerator[RequestOutput]:
+    """Generate without log-probabilities, then read the answer as a prompt, whose log-probabilities are the model's.
+
+    A stream gets the whole answer at its end. An answer without `max_tokens` is a token shorter than the model allows.
+
+    Raises:
+        VLLMValidationError: a grammar masks tokens, or the log-probabilities are asked for by token.
+    """
+    for name in ("structured_outputs", "logprob_token_ids"):
+        if getattr(params, name):
+            raise VLLMValidationError(
+                f"logprobs with {name} and {changed[0]} = {shown(getattr(params, changed[0]))} are not supported. "
+                f"Leave {' and '.join(changed)} out, or leave logprobs out.",
+                parameter="logprobs",
+            )
+    asked = params.clone()
+    asked.logprobs, asked.output_kind = None, RequestOutputKind.FINAL_ONLY
+    # Reading needs room for a token behind the answer.
+    room = engine.model_config.max_model_len - len(prompt["prompt_token_ids"]) - 1
+    asked.max_tokens = max(1, min(asked.max_tokens or room, room))
+    read = SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=params.logprobs, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    more = {name: named[name] for name in ("lora_request", "priority") if name in named}
+    async with aclosing(generate(prompt, asked, request_id, **named)) as outputs:
+        async for output in outputs:
+            before = output.prompt_token_ids or []
+            for choice in output.outputs:
+                tokens = tokens_input([*before, *choice.token_ids])
+                async for reading in generate(tokens, read, f"{request_id}-{choice.index}-logprobs", **more):
+                    found: Any = reading.prompt_logprobs
+                    choice.logprobs = found[len(before) :]
+            yield output
 
 
 async def generate_one_token(engine: AsyncLLM) -> None:
@@ -257,11 +285,14 @@ class VllmSampler:
             min_p=request.min_p,
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
-            ignore_eos=True,  # the stop tokens of the request end it, and nothing else
+            ignore_eos=True,  # what the request names ends it, and nothing else
+            stop=[*request.stop],
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
             logprobs=0,  # of the sampled token only
             prompt_logprobs=0 if request.prompt_logprobs else None,
             flat_logprobs=True,  # no object for each token
-            detokenize=False,
+            detokenize=bool(request.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )

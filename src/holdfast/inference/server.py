@@ -39,8 +39,8 @@ from holdfast.inference.engine import (
     build_vllm_app,
     end_turns,
     generate_one_token,
+    give_logprobs_of_model,
     parse_arguments,
-    refuse_other_logprobs,
     running_engine,
     vllm_arguments,
 )
@@ -150,7 +150,7 @@ async def _serve(
         # Before the port answers: a server that cannot generate must not look well.
         await _check_first_token(engine)
         end_turns(engine, preflight.tokenizer_dir)
-        refuse_other_logprobs(engine)
+        give_logprobs_of_model(engine)
         vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
         routes = Routes(
             VllmSampler(engine),

@@ -13,6 +13,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.orchestrator import OrchestratorConfig
@@ -409,10 +411,7 @@ class Sampler:
                 max_tokens=max_tokens,
                 stop_token_ids=self._log.header.stop_token_ids,
                 weights_digest=self._log.header.weights_digest,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
+                **msgspec.structs.asdict(sampling),
             )
             choices = await self._client.generate(request, affinity=affinity)
             moved()

@@ -161,17 +161,22 @@ class GenerationLog:
         if len(answer.seeds) != len(answer.completions):
             return f"{len(answer.completions)} completions for {len(answer.seeds)} seeds"
         for completion in answer.completions:
-            if (problem := self._problem(completion, answer.max_tokens)) is not None:
+            if (problem := self._problem(completion, answer)) is not None:
                 return problem
         for seed, completion in zip(answer.seeds, answer.completions, strict=True):
             self._found[answer.prompt, answer.sampling, answer.max_tokens, seed] = completion
         return None
 
-    def _problem(self, completion: Completion, max_tokens: int) -> str | None:
-        if max_tokens == 0:
+    def _problem(self, completion: Completion, answer: Answer) -> str | None:
+        if answer.max_tokens == 0:
             return fault_of_logprobs("logprobs", completion.logprobs)
-        stops = self.header.stop_token_ids
-        return problem_of(completion, max_tokens=max_tokens, stop_token_ids=stops, vocab_size=self._vocab_size)
+        return problem_of(
+            completion,
+            max_tokens=answer.max_tokens,
+            stop_token_ids=self.header.stop_token_ids,
+            has_stop_texts=bool(answer.sampling.stop),
+            vocab_size=self._vocab_size,
+        )
 
 
 def discard_generations(run_dir: RunDir, *, up_to: int) -> None:

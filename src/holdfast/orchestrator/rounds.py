@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from holdfast.chat.tokenizer import Tokenizer
 from holdfast.errors import ConfigError
 from holdfast.orchestrator.batch_maker import BatchMaker, Selection
 from holdfast.orchestrator.episodes import Outcome, Problem, Sampler, TurnRequest
@@ -197,6 +198,8 @@ class _LiveGroup:
             # A seed for each part: an engine starts its random numbers again with each request.
             seed = stable_seed("part", turn.seed, position) if position else turn.seed
             part = await self._part(replace(turn, token_ids=token_ids, max_tokens=most, seed=seed))
+            if position and turn.sampling.stop:
+                part = _to_stop(part, token_ids[-position:], turn.sampling.stop, self._maker.tokenizer)
             parts.append(part)
             clock.used += len(part.token_ids)
             position += len(part.token_ids)
@@ -245,6 +248,26 @@ def _joined(parts: Sequence[Completion]) -> Completion:
         token_ids.extend(part.token_ids)
         logprobs.extend(part.logprobs)
     return Completion(token_ids, logprobs, parts[-1].finish_reason, versions)
+
+
+def _to_stop(part: Completion, before: list[int], stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
+    """Return a part up to the token that completes a stop text across its beginning, which the engine does not see.
+
+    Args:
+        before: tokens of the turn before the part.
+    """
+    reach = max(len(text.encode()) for text in stop)  # a token has a byte or more
+    for number in range(1, min(len(part.token_ids), reach) + 1):
+        text = tokenizer.decode([*before[-reach:], *part.token_ids[:number]], skip_special_tokens=False)
+        if any(one in text for one in stop):
+            versions = [VersionSpan(one.version, one.start, min(one.end, number), one.seed) for one in part.versions]
+            return Completion(
+                TokenIds(part.token_ids[:number]),
+                Logprobs(part.logprobs[:number]),
+                "stop",
+                [span for span in versions if span.start < number],
+            )
+    return part
 
 
 @dataclass(eq=False)

@@ -103,7 +103,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         top_p: of the likeliest tokens the fewest whose probabilities sum to this; 1: all.
         top_k: the k likeliest tokens; 0: all.
         min_p: tokens at least this times as likely as the likeliest; 0: all.
-        stop_token_ids: a choice ends after sampling such a token; nothing else stops it.
+        stop_token_ids: a choice ends after sampling such a token.
+        stop: texts; a choice ends after the token that completes such a text within the choice, special tokens
+            included. Nothing else stops it.
         prompt_logprobs: also give the log-probabilities of the prompt, for checks.
         weights_digest: of the weights that the request is for: a server with others refuses it with 409 and
             `other_weights`. None: any; runs always name them.
@@ -117,6 +119,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     stop_token_ids: list[_TokenId] = []
+    stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
     prompt_logprobs: bool = False
     weights_digest: str | None = None
 
@@ -125,7 +128,7 @@ class Completion(msgspec.Struct):
     """The tokens that an engine sampled in one turn.
 
     Attributes:
-        token_ids: the sampled ids, with the stop token.
+        token_ids: the sampled ids, with the stop token or the tokens of the stop text.
         logprobs: their log-probabilities in the distribution from which they were sampled.
         finish_reason: `stop`, `length` or `abort`.
         versions: the policy version of each span. Positions count from the first sampled token.

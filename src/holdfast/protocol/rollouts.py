@@ -112,12 +112,19 @@ class Sampling(msgspec.Struct, frozen=True):
         min_p: tokens less likely than this times the likeliest are cut; 0: none.
         top_k: all but the k likeliest are cut; 0: none.
         top_p: all are cut but the fewest likeliest whose probabilities sum to this; 1: none.
+        stop: texts that end a turn; they do not change the distribution.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def distribution(self) -> Sampling:
+        """The same without stop texts."""
+        return msgspec.structs.replace(self, stop=())
 
     @property
     def is_truncated(self) -> bool:
@@ -133,7 +140,8 @@ class Sampling(msgspec.Struct, frozen=True):
         cuts = [f"{name} {value:g}" for name, value, none in (
             ("top_p", self.top_p, 1), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0)
         ) if value != none]  # fmt: skip
-        return ", ".join([f"temperature {self.temperature:g}", *cuts])
+        ends = [f"stop {json.dumps(self.stop, ensure_ascii=False)}"] if self.stop else []
+        return ", ".join([f"temperature {self.temperature:g}", *cuts, *ends])
 
 
 PLAIN_SAMPLING = Sampling()

@@ -22,11 +22,22 @@ from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from tests.runs.environments import TwoTurns
 from tests.servers import orchestrator_fakes
-from tests.servers.orchestrator_fakes import FakeEngine, make_config, resumed_of, rollouts_of, run, run_until, serving
+from tests.servers.orchestrator_fakes import (
+    STOP_TOKEN,
+    FakeEngine,
+    make_config,
+    resumed_of,
+    rollouts_of,
+    run,
+    run_until,
+    serving,
+)
 from tests.unit.orchestrator.test_workers import run as faulty_run
 
 TWO_TURNS = "tests.runs.environments:TwoTurns"
 ROUNDS: dict[str, Any] = {"schedule": "rounds", "async_level": 2, "round_tokens": 4}
+STOPPING = {"max_tokens": 24, "stop": [one + other for one in "abcdefghijklm" for other in "nopqrstuvwxyz"]}
+END = chr(STOP_TOKEN + 92)
 
 
 class AsksInScore(TwoTurns):
@@ -128,7 +139,7 @@ def test_a_trace_asks_again_and_names_what_it_samples_instead(tmp_path: Path, mo
 
 def test_no_short_group_takes_the_place_of_a_long_group_that_would_be_too_old(tmp_path: Path) -> None:
     one: dict[str, Any] = {"problems_per_step": 1, "group_size": 1, "environments": [{"id": f"{__name__}:Uneven"}]}
-    made = _in_rounds(tmp_path, FakeEngine(), async_level=3, **one)
+    made = _in_rounds(tmp_path, FakeEngine(), async_level=3, seed=1, **one)
     assert [rollout.task_id for _, (rollout,) in made] == [0, 1, 2, 3, 4, 5]
     assert all(step - 1 - rollout.versions[0].version <= 3 for step, (_, (rollout,)) in enumerate(made, start=1))
 
@@ -149,10 +160,10 @@ def test_speed_and_engines_decide_nothing_and_slots_do(tmp_path: Path) -> None:
 def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batches(
     tmp_path: Path, killed_at: int
 ) -> None:
-    """Also with a mix of environments, a curriculum and two turns."""
+    """Also with a mix of environments, a curriculum, two turns and stop texts."""
     levels = {"levels": [{"modulus": 1}, {"modulus": 2}], "window": 2, "advance_reward": 0.5}
     graded = {"id": "tests.runs.environments:Graded", "name": "graded", "curriculum": levels}
-    common: dict[str, Any] = ROUNDS | {"environments": [{"id": TWO_TURNS}, graded]}
+    common: dict[str, Any] = ROUNDS | {"environments": [{"id": TWO_TURNS}, graded], "sampling": STOPPING}
     undisturbed = FakeEngine()
     straight = rollouts_of(tmp_path / "straight", undisturbed, **common)
     engine = FakeEngine()
@@ -165,6 +176,21 @@ def test_a_killed_orchestrator_samples_nothing_twice_and_ends_with_the_same_batc
     most_in_flight = 3 * 3 * 4
     assert {one.level for _, rollouts in straight for one in rollouts} == {None, 0, 1}
     assert len(engine.asked) - most_in_flight <= len(undisturbed.asked)
+
+
+def test_a_stop_text_ends_a_turn_also_across_parts(tmp_path: Path) -> None:
+    num_across = 0
+    for _, rollouts in _in_rounds(tmp_path, FakeEngine(), environments=[{"id": TWO_TURNS}], sampling=STOPPING):
+        for rollout in rollouts:
+            assert rollout.sampling.stop == tuple(STOPPING["stop"])
+            turns = [ids for sampled, ids in rollout.stretches() if sampled]
+            texts = ["".join(chr(token + 92) for token in turn) for turn in turns]
+            for text in texts:
+                places = [place for place in range(len(text)) if text[place : place + 2] in STOPPING["stop"]]
+                assert places == [len(text) - 2] or (not places and (text[-1] == END or len(text) == 24))
+            num_across += texts[0][-2:] in STOPPING["stop"] and len(texts[0]) % 4 == 1
+            assert rollout.truncated == any(len(text) == 24 and text[-2:] not in STOPPING["stop"] for text in texts)
+    assert num_across > 5
 
 
 def test_a_run_that_resumes_from_a_checkpoint_makes_the_same_batches(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.launcher.resume.resume_step import resolve_resume_step
 from holdfast.launcher.server_choice import release_all, reserve_first_free
 from holdfast.launcher.supervisor import Child, Supervisor
-from holdfast.orchestrator.evaluation.evaluator import held_out_sections, settings_of_run
+from holdfast.orchestrator.evaluation.evaluator import TURN_ENDS, held_out_sections, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, EvaluatedRollout
 from holdfast.orchestrator.evaluation.statistics import Comparison, Estimate, Summary, read_evaluation, summary_in
 from holdfast.process.child import available_cores, wait_passively
@@ -101,15 +101,13 @@ def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
     config = config.model_copy(deep=True)
     trained = settings_of_run(config.run) if config.run is not None else None
     if trained is not None:
-        takes_max_tokens = "max_tokens" not in config.sampling.model_fields_set
+        takes = TURN_ENDS - config.sampling.model_fields_set
         if "seq_len" not in config.model_fields_set:
             config.seq_len = trained.seq_len
         if "environments" not in config.model_fields_set:
-            config.environments = held_out_sections(
-                trained.environments, seq_len=config.seq_len, takes_max_tokens=takes_max_tokens
-            )
-        if takes_max_tokens:
-            config.sampling.max_tokens = trained.sampling.max_tokens
+            config.environments = held_out_sections(trained.environments, seq_len=config.seq_len, takes=takes)
+        for name in takes:
+            setattr(config.sampling, name, getattr(trained.sampling, name))
     if "max_len" not in config.inference.model.model_fields_set:
         config.inference.model.max_len = max(config.inference.model.max_len, config.seq_len)
     return config

@@ -332,7 +332,11 @@ def check_choices(
         if choice.finish_reason == "abort":
             raise Unavailable("the server aborted a generation request")
         problem = problem_of(
-            choice, max_tokens=request.max_tokens, stop_token_ids=request.stop_token_ids, vocab_size=vocab_size
+            choice,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            has_stop_texts=bool(request.stop),
+            vocab_size=vocab_size,
         ) or fault_of_logprobs("prompt_logprobs", choice.prompt_logprobs or [])
         if problem is not None:
             raise InferenceError(
@@ -348,7 +352,12 @@ def check_choices(
 
 
 def problem_of(
-    completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int], vocab_size: int | None
+    completion: Completion,
+    *,
+    max_tokens: int,
+    stop_token_ids: Sequence[int],
+    has_stop_texts: bool = False,
+    vocab_size: int | None,
 ) -> str | None:
     """Return why no engine can have sampled `completion`, or None."""
     count, reason = len(completion.token_ids), completion.finish_reason
@@ -374,7 +383,7 @@ def problem_of(
     if reason not in _FINISH_REASONS:
         return f"finish_reason is {reason!r:.80}, allowed are {' and '.join(_FINISH_REASONS)}"
     stops = [place for place, token_id in enumerate(completion.token_ids) if token_id in stop_token_ids]
-    if reason == "stop" and stops != [count - 1]:
+    if reason == "stop" and stops != [count - 1] and (stops or not has_stop_texts):
         return f"finish_reason is 'stop' and its stop tokens are at {stops}, allowed is {count - 1} alone, the last"
     if reason == "length" and (stops or count != max_tokens):
         return f"finish_reason is 'length' after {count} tokens of at most {max_tokens}, with stop tokens at {stops}"

@@ -69,8 +69,20 @@ _ALLOWED: dict[str, Any] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "logit_bias": {},
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "bad_words": [],
+    "allowed_token_ids": [],
+    "structured_outputs": None,
 }
 """The only allowed value of these parameters."""
+_INSTEAD = {
+    "n": "the run's `group_size` says how many rollouts a task has",
+    "logprobs": "the rollout itself keeps them",
+    "stop": "texts that end a turn are the run's `sampling.stop`",
+    "tool_choice": "the policy chooses",
+    "parallel_tool_calls": "the policy chooses",
+}
 _OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
@@ -155,7 +167,8 @@ def _check_parameter(name: str, value: Any) -> None:
         )
     if name in _ALLOWED and value != _ALLOWED[name]:
         allowed = json.dumps(_ALLOWED[name])
-        raise Refused("parameter", f"{name} = {shown(value)} is not supported: leave it out, or {allowed}")
+        why = _INSTEAD.get(name, "the trainer computes log-probabilities without it")
+        raise Refused("parameter", f"{name} = {shown(value)} is not supported: leave it out, or {allowed}; {why}")
     if name not in _KNOWN:
         known = ", ".join(_KNOWN)
         raise Refused("parameter", f"there is no parameter `{name:.80}`.{nearest(name, _KNOWN)} Known: {known}")
@@ -226,7 +239,7 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
     ends = (0, *session.turn_ends)
     sampled = session.loss_mask.tobytes()[ends[-2] : ends[-1]].count(1)
     total = len(session.token_ids) - session.branch_starts[-1]  # what the policy saw
-    is_cut = session.token_ids[-1] not in session.tokenizer.stop_token_ids
+    reason = session.finish_reason
     return {
         "id": f"chatcmpl-{len(session.texts)}",
         "object": "chat.completion",
@@ -236,7 +249,7 @@ def completion_of(reply: Mapping[str, Any], session: Session, *, model: str) -> 
             {
                 "index": 0,
                 "message": dict(reply),
-                "finish_reason": "length" if is_cut else "tool_calls" if reply.get("tool_calls") else "stop",
+                "finish_reason": "tool_calls" if reason == "stop" and reply.get("tool_calls") else reason,
                 "logprobs": None,
             }
         ],

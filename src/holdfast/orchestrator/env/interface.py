@@ -139,6 +139,8 @@ class Session:
 
     Attributes:
         truncated: a token limit ended a turn or the session.
+        finish_reason: why the last sampled turn ended: `length` (a token limit), or `stop` (its end token, or a text of
+            `sampling.stop`, which the turn keeps); empty before the first.
         task: None if there is none.
         state: for the environment, such as what its tools found; not saved.
         tool_counts: calls of tools (`calls`), failures by reason (`failed/raised`, ...), and calls after which no turn
@@ -166,6 +168,7 @@ class Session:
         self._versions: list[VersionSpan] = []
         self._texts: list[str] = []
         self.truncated = False
+        self.finish_reason = ""
         self._at_end: list[Callable[[], None]] = []
         self._turn_ends: list[int] = []
         self._last_turn: Sequence[int] = ()
@@ -274,12 +277,13 @@ class Session:
             turn = await self._sample_turn(seen, len(self._texts), most)
         finally:
             self._is_sampling = False
-        # A turn without its end token continues.
+        # A turn without its end token continues, also after a stop text.
         is_same_turn = not self._is_turn_open and self._token_ids[-1] not in self._tokenizer.stop_token_ids
         self._is_turn_open = False
         start = len(self._token_ids)
         self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
         self._versions += [span.moved(start) for span in turn.versions]
+        self.finish_reason = turn.finish_reason
         self.truncated = self.truncated or turn.finish_reason == "length"
         self._turn_ends.append(len(self._token_ids))
         self._texts.append(self._tokenizer.decode(turn.token_ids))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, closing
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -100,19 +100,23 @@ class HeldOutTasks:
         }
 
 
+TURN_ENDS = frozenset({"max_tokens", "stop"})
+"""Settings of the sampling of training that evaluations take over unless they set them."""
+
+
 def held_out_sections(
-    trained: Sequence[EnvironmentConfig], *, seq_len: int, takes_max_tokens: bool
+    trained: Sequence[EnvironmentConfig], *, seq_len: int, takes: Set[str]
 ) -> list[EnvironmentConfig]:
     """Return the environments of training for an evaluation, without the settings of how training samples.
 
     Args:
         seq_len: of the evaluation, which no environment exceeds.
-        takes_max_tokens: whether the `max_tokens` of each environment stays.
+        takes: settings of each environment's sampling that stay.
     """
     sections = []
     for section in trained:
-        own = section.sampling.max_tokens if section.sampling is not None and takes_max_tokens else None
-        sampling = EnvironmentSamplingConfig(max_tokens=own) if own is not None else None
+        own = section.sampling.model_dump(include={*takes}, exclude_none=True) if section.sampling is not None else {}
+        sampling = EnvironmentSamplingConfig(**own) if own else None
         own_len = min(section.seq_len, seq_len) if section.seq_len is not None else None
         changes = {"group_size": None, "sampling": sampling, "seq_len": own_len, "curriculum": None}
         sections.append(section.model_copy(update=changes))
@@ -384,14 +388,14 @@ def eval_groups(config: OrchestratorConfig, settings: EvalConfig) -> Orchestrato
     """
     sections = settings.environments
     if sections is None:
-        takes_max_tokens = settings.sampling is None
-        sections = held_out_sections(config.environments, seq_len=config.seq_len, takes_max_tokens=takes_max_tokens)
+        takes = TURN_ENDS if settings.sampling is None else frozenset[str]()
+        sections = held_out_sections(config.environments, seq_len=config.seq_len, takes=takes)
     else:
         try:
             check_sections(sections, seq_len=config.seq_len)
         except ValueError as error:
             raise ConfigError(f"{EVAL_KEY}: {error}") from None
-    sampling = settings.sampling or EvaluationSamplingConfig(max_tokens=config.sampling.max_tokens)
+    sampling = settings.sampling or EvaluationSamplingConfig(**config.sampling.model_dump(include={*TURN_ENDS}))
     changes = {"environments": list(sections), "group_size": settings.samples_per_task, "sampling": sampling}
     return config.model_copy(update={**changes, "eval": None})
 

@@ -315,7 +315,7 @@ def learned_distributions(
         samples: of the rollouts.
         is_imitation: a teacher sampled them. Tokens that it never samples must become unlikely, so nothing is cut.
     """
-    samplings = [rollout.sampling.whole() if is_imitation else rollout.sampling for rollout in rollouts]
+    samplings = [rollout.sampling.whole() if is_imitation else rollout.sampling.distribution for rollout in rollouts]
     table = tuple(dict.fromkeys(samplings))  # in the order of the rollouts, the same on every rank
     if len(table) == 1:
         return table[0]

@@ -94,7 +94,17 @@ def test_a_conversation_is_one_sample_with_one_mask() -> None:
 
 def test_what_a_request_may_not_ask_for_is_refused_by_name_and_counted() -> None:
     refused: dict[str, dict[str, Any]] = {
-        "n = 2 is not supported: leave it out, or 1": {"n": 2},
+        "n = 2 is not supported: leave it out, or 1; the run's `group_size` says": {"n": 2},
+        "stop = ['a'] is not supported: leave it out, or []; texts that end a turn are the run's `sampling.stop`": {
+            "stop": ["a"]
+        },
+        "repetition_penalty = 1.1 is not supported: leave it out, or 1; the trainer": {"repetition_penalty": 1.1},
+        "min_tokens = 3 is not supported: leave it out, or 0; the trainer": {"min_tokens": 3},
+        "bad_words = ['a'] is not supported: leave it out, or []; the trainer": {"bad_words": ["a"]},
+        "allowed_token_ids = [3] is not supported: leave it out, or []; the trainer": {"allowed_token_ids": [3]},
+        "} is not supported: leave it out, or null; the trainer": {"structured_outputs": {"regex": "a"}},
+        'is not supported: leave it out, or {"type": "text"}': {"response_format": {"type": "json_object"}},
+        "there is no parameter `stop_token_ids`.": {"stop_token_ids": [3]},
         "stream must be true or false, got 1": {"stream": 1},
         "stream_options needs stream = true": {"stream_options": {}},
         "stream_options must be an object of true and false, got 3": {"stream": True, "stream_options": 3},

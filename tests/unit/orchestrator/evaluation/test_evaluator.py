@@ -25,7 +25,13 @@ from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.env.jsonl import Jsonl
 from holdfast.orchestrator.evaluation import evaluator, main
 from holdfast.orchestrator.evaluation import evaluator as evaluation_evaluator
-from holdfast.orchestrator.evaluation.evaluator import count_tasks, held_out_sections, refuse_training_tasks, sizes_of
+from holdfast.orchestrator.evaluation.evaluator import (
+    TURN_ENDS,
+    count_tasks,
+    held_out_sections,
+    refuse_training_tasks,
+    sizes_of,
+)
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, line_of, read_identity, read_tasks
 from holdfast.orchestrator.evaluation.statistics import Summary, compare, read_evaluation, summary_in
 from holdfast.orchestrator.tasks import FreezeTolerantLoop
@@ -347,11 +353,11 @@ def test_of_the_environments_of_training_an_evaluation_takes_what_says_how_long_
     pools = CurriculumConfig(levels=[{}, {}], advance_reward=1.0)
     sampling = EnvironmentSamplingConfig(temperature=0.5)
     plain = EnvironmentConfig(id="a", curriculum=pools, group_size=3, seq_len=90, sampling=sampling)
-    short = EnvironmentConfig(id="b", sampling=EnvironmentSamplingConfig(temperature=0.5, max_tokens=7))
-    found = held_out_sections([plain, short], seq_len=80, takes_max_tokens=True)
-    own = EnvironmentSamplingConfig(max_tokens=7)
+    short = EnvironmentConfig(id="b", sampling=EnvironmentSamplingConfig(temperature=0.5, max_tokens=7, stop=[]))
+    found = held_out_sections([plain, short], seq_len=80, takes=TURN_ENDS)
+    own = EnvironmentSamplingConfig(max_tokens=7, stop=[])
     assert found == [EnvironmentConfig(id="a", seq_len=80), EnvironmentConfig(id="b", sampling=own)]
-    assert held_out_sections([short], seq_len=80, takes_max_tokens=False) == [EnvironmentConfig(id="b")]
+    assert held_out_sections([short], seq_len=80, takes=set()) == [EnvironmentConfig(id="b")]
 
 
 def test_a_task_that_found_no_room_leaves_nothing_for_others_to_follow(tmp_path: Path) -> None:
