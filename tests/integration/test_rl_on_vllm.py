@@ -2,12 +2,14 @@
 in the same bits. Most runs of the tests are on the stub engine.
 """
 
+import json
 import random
 import signal
 from pathlib import Path
 
 import pytest
 
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.commands.rollouts_trace import trace
 from holdfast.errors import InferenceError
 from holdfast.run.journal import read_batch
@@ -16,7 +18,7 @@ from tests.faults.blows import STEPS, Blow, awaited, deal, find_process
 from tests.integration.conftest import REFERENCE_STEPS, UsedServer
 from tests.integration.test_rl_exact import LOG_RATIO_TOLERANCE
 from tests.runs.ports import free_port
-from tests.runs.rl import SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete, exact_metrics, succeeded
+from tests.runs.rl import MODEL, SMALL_BATCH, CompletedRun, RlRun, assert_same_end, complete, exact_metrics, succeeded
 
 pytestmark = [pytest.mark.engine, pytest.mark.launch, pytest.mark.timeout(1800)]
 
@@ -42,6 +44,32 @@ def test_a_short_run_trains_on_what_vllm_samples(vllm_server: UsedServer, tmp_pa
         assert traced.document["parts"] and not traced.problems
     with pytest.raises(InferenceError, match="sampled no token of this rollout"):
         trace(run.run_dir, step="2", index=0, server=vllm_server.handle.url)
+
+
+def test_turns_that_stop_texts_end_are_trained_as_sampled_also_through_a_death(
+    vllm_server: UsedServer, tmp_path: Path
+) -> None:
+    """In two turns and in rounds, so that a turn follows a stop text, and a stop text may lie across two parts."""
+    stop = ["ab", "ba", "c"]
+    section = {"id": "tests.runs.environments:TwoTurns", "sampling": {"stop": stop}}
+    flags = ("--orchestrator.environments", json.dumps([section]), *vllm_server.flags, "--max-steps", "5")
+    flags += ("--ckpt.interval", "2")
+    rounds = ("--orchestrator.schedule", "rounds", "--orchestrator.round-tokens", "3", "--async-level", "2")
+    for name, more in {"strict": ("--async-level", "0"), "rounds": rounds}.items():
+        straight = succeeded(tmp_path / f"{name} straight", *flags, *more)
+        lines = exact_metrics(straight.run_dir, range(1, 6 if name == "strict" else 2))
+        assert all(0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE for line in lines), lines
+        rollouts = [rollout for step in range(1, 6) for rollout in read_batch(straight.run_dir, step).rollouts]
+        decode = load_tokenizer(str(MODEL)).decode
+        texts = [decode(ids, skip_special_tokens=False) for one in rollouts for own, ids in one.stretches() if own]
+        ended = [text for text in texts if text.endswith(tuple(stop))]
+        assert len(ended) > 20 and not any(one in text[:-1] for text in ended for one in stop)
+        with RlRun(tmp_path / f"{name} killed", *flags, *more, engine="vllm") as run:
+            run.wait_for_step(1)
+            awaited(run, "orchestrator").kill()
+            run.wait_for_match("orchestrator was killed by signal 9")
+            killed = complete(run)
+        assert_same_end(killed, straight, 5)
 
 
 _OWN_SERVER = [

@@ -224,7 +224,7 @@ async def _with_logprobs_of_model(
             )
     asked = params.clone()
     asked.logprobs, asked.output_kind = None, RequestOutputKind.FINAL_ONLY
-    # Reading needs room for a token behind the answer.
+    # Reading needs room for a token after the answer.
     room = engine.model_config.max_model_len - len(prompt["prompt_token_ids"]) - 1
     asked.max_tokens = max(1, min(asked.max_tokens or room, room))
     read = SamplingParams(
