@@ -318,7 +318,7 @@ def test_a_mix_of_distributions_is_shown_and_exported_by_environment(rollouts: C
     code, out, _ = rollouts("show", run_dir.path, "5")
     assert code == 0 and f"digest {'d' * 32}\n  a at temperature 1\n  b at temperature 0.5, top_k 7\n" in out
     sampling = document(rollouts, run_dir, "show", "5")["sampling"]
-    assert sampling["b"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 7, "min_p": 0.0}
+    assert sampling["b"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 7, "min_p": 0.0, "stop": []}
     target = run_dir.path / "exported.jsonl"
     document(rollouts, run_dir, "export", "5", "--to", target)
     lines = [json.loads(line) for line in target.read_bytes().splitlines()]

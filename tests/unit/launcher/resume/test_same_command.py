@@ -336,7 +336,7 @@ def test_batches_are_the_same_when_nothing_that_makes_them_changed() -> None:
     for changed in (*timeouts, {"model": "n"}):
         after = orchestrator(teacher=teacher | changed)
         assert makes_same_batches(orchestrator(teacher=teacher), after) is ("model" not in changed), changed
-    samplings = ({"sampling": {"temperature": 0.5}}, {"sampling": {"top_p": 0.9}})
+    samplings = ({"sampling": {"temperature": 0.5}}, {"sampling": {"top_p": 0.9}}, {"sampling": {"stop": ["a"]}})
     tasks = [{"environments": [environment | one]} for one in ({"args": {"max_length": 9}}, {"timeout_s": 60.0})]
     for other in ({"teacher": teacher}, *tasks, {"seed": 7}, {"group_size": 2}, *samplings, {"async_level": 0}):
         assert not makes_same_batches(orchestrator(), orchestrator(**other)), other
