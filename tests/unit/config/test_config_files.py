@@ -5,7 +5,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -70,16 +69,6 @@ def test_a_section_from_a_file_adds_to_what_another_file_says(write: Write) -> N
     section = write("section.toml", "interval = 2\n")
     config = sft("@", whole, "--ckpt", "@", section)
     assert config.ckpt is not None and (config.ckpt.interval, config.ckpt.keep, config.seed) == (2, 3, 4)
-
-
-def test_a_bare_ckpt_switches_checkpoints_on_with_defaults() -> None:
-    assert sft().ckpt is None
-    bare = sft("--max-steps", "20", "--ckpt")
-    assert bare.ckpt is not None and bare.ckpt.interval is None and bare.ckpt.resume_step is None
-    both = sft("--ckpt", "--ckpt.interval", "5", "--ckpt.keep", "2")
-    assert both.ckpt is not None and (both.ckpt.interval, both.ckpt.keep) == (5, 2)
-    for word, value in (("20", 20), ("-1", -1), ("latest", "latest"), ("auto", "auto")):
-        assert attrgetter("ckpt.resume_step")(sft("--ckpt.resume-step", word)) == value
 
 
 @pytest.mark.parametrize(

@@ -347,15 +347,3 @@ def test_the_live_page_and_a_server_may_not_be_given_the_same_port(flags: tuple[
         assert disagreement(*flags).startswith(named)
     else:
         assert rl(*flags).trainer.dashboard is not None
-
-
-def test_a_flag_of_rl_leaves_the_rest_of_a_section_as_its_processes_have_it() -> None:
-    """`--ckpt.resume-step 10` took the interval of [trainer.ckpt] away."""
-    trainer, orchestrator = (f"configs/reverse_text/{name}.toml" for name in ("train", "orch"))
-    split = ("--trainer", "@", trainer, "--orchestrator", "@", orchestrator)
-    config = rl(*split, "--ckpt.resume-step", "10", "--max-steps", "20")
-    for ckpt in (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt):
-        assert ckpt is not None and (ckpt.interval, ckpt.keep, ckpt.resume_step) == (10, 2, 10)
-    assert config.trainer.max_steps == config.orchestrator.max_steps == 20
-    assert config.orchestrator.output_dir == config.inference.output_dir == config.trainer.output_dir != Path("outputs")
-    assert rl(*split, "--ckpt", "null").trainer.ckpt is None

@@ -82,22 +82,6 @@ def test_every_name_of_another_system_stands_for_settings_that_there_are() -> No
         assert (one["settings"] or one["said"]) and set(one["settings"]) <= known | alone, theirs
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("--lr", " Did you mean '--optim.lr'?"),
-        ("--data.learning-rate", " Did you mean '--optim.lr'?"),
-        ("--name", " Did you mean '--data.name' or '--model.name'?"),
-        ("--max-stepz", " Did you mean '--max-steps'?"),
-        ("--data.batch", ""),
-        ("--unlike_any", ""),
-    ],
-)
-def test_by_its_last_part_or_its_spelling(flag: str, said: str) -> None:
-    known = ["optim.lr", "output_dir", "eval.output_dir", "data.name", "model.name", "max_steps"]
-    assert hint(flag, known) == said
-
-
 OPTION = re.compile(r"`([\w.]+)`(?: \(`?([\w.-]+)`?\))?")
 
 

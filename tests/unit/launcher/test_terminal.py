@@ -127,19 +127,6 @@ def test_the_nodes_of_an_outer_launcher_are_those_of_the_run(environment: dict[s
     assert (found.parallel.rdzv_endpoint, rank) == ("other:1", None), "an address that was given decides who leads"
 
 
-@pytest.mark.parametrize("environment", [
-    {},
-    {"MASTER_ADDR": "head", "MASTER_PORT": "1"},  # left in a shell
-    TORCHRUN | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
-    PLAIN | {"WORLD_SIZE": "1", "RANK": "0"},
-    {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"},  # a batch script, which srun has not started
-    SRUN | {"SLURM_STEP_NUM_NODES": "1"},
-])  # fmt: skip
-def test_one_node_is_as_without(environment: dict[str, str]) -> None:
-    found, rank = with_outer_nodes(config(), environment)
-    assert (found.parallel.nodes, found.parallel.rdzv_endpoint, rank) == (1, None, None)
-
-
 @pytest.mark.parametrize(("environment", "says"), [
     (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "torchrun starts several processes on a node"),
     ({key: TORCHRUN[key] for key in TORCHRUN if key != "GROUP_RANK"}, "torchrun .* GROUP_RANK is not set"),

@@ -510,20 +510,6 @@ class TestUploader:
         uploader.close()
         assert remote.steps() == [2, 3]
 
-    def test_what_a_failed_upload_left_goes_after_the_next(
-        self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        cleared: list[str] = []
-        monkeypatch.setattr(remote, "clear_leftovers", lambda: cleared.append("") or [])
-        uploader = Uploader(remote)
-        _submit(uploader, here, 1, 2)
-        assert uploader.wait(timeout_s=HANG_S) and len(cleared) == 1
-        monkeypatch.setattr("holdfast.remote.uploader._FIRST_PAUSE_S", 0.001)
-        _fail_once(monkeypatch, "put_file", "step_3/trainer/__1.distcp")
-        _submit(uploader, here, 3)
-        assert uploader.wait(timeout_s=HANG_S) and len(cleared) == 2
-        uploader.close()
-
     def test_what_is_gone_here_is_an_upload_that_failed(self, here: RunDir, remote: RemoteCheckpoints) -> None:
         """Which `ckpt.on_failure` decides about, as about others."""
         uploader = Uploader(remote)

@@ -28,19 +28,6 @@ def write_steps(path: Path, *steps: int, **metrics: float | None) -> None:
     new.rename(path)
 
 
-def test_a_replaced_file_is_read_from_its_begin(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 1, 2, 3)
-    tail = Tail(path)
-    assert [line["step"] for line in tail] == [1, 2, 3] and tail.replaced == 0
-    write_steps(path, 1, 2, 3, 4, 5, other=1.0)
-    assert [line["step"] for line in tail] == [1, 2, 3, 4, 5] and tail.replaced == 1, "another one, though longer"
-    os.truncate(path, 0)
-    assert list(tail) == [] and tail.replaced == 2
-    path.write_text("[1]\n5\n")
-    assert list(tail) == [], "JSON, but no objects"
-
-
 def test_a_file_is_known_by_what_it_says_and_not_by_its_number(tmp_path: Path) -> None:
     """Where the file system gives it another number, nothing is told twice; where a new file has an old number, all."""
     path = tmp_path / "metrics.jsonl"

@@ -1,6 +1,5 @@
 """What a run computes with beside its settings: a change is said, and batches made with the others are made anew."""
 
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,6 @@ from holdfast.run import checked
 from holdfast.run import manifest as content
 from holdfast.run.manifest import content_digest, files_named_in, library_versions, read_manifest, write_manifest
 from holdfast.run.run_dir import INPUTS_NAME, RunDir
-from tests.conftest import ROOT
 from tests.unit.launcher.resume.test_resume import STATE, add_batch, add_checkpoint, rl, start_rl
 
 
@@ -64,24 +62,6 @@ def test_other_libraries_are_said_until_a_checkpoint_has_them_and_their_batches_
     assert go_on(killed, data, capsys) == ([], changed)
     add_batch(killed, 3, version=1)
     assert go_on(killed, data, capsys) == ([3], changed)
-
-
-def test_added_or_gone_tokenizer_files(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, run = tmp_path / "model", RunDir(tmp_path / "run")
-    shutil.copytree(ROOT / "examples" / "reverse_text" / "model", model)
-    (model / "generation_config.json").unlink(missing_ok=True)
-    config = run_config(run, data, resume_step="auto")
-    config.trainer.model.name = str(model)
-    start_rl(config)
-    for change in ((model / "generation_config.json").touch, (model / "chat_template.jinja").unlink):
-        add_batch(run, 1, version=0)
-        change()
-        capsys.readouterr()
-        start_rl(config)
-        assert "not there" in capsys.readouterr().out and run.published_batches() == []
-    add_batch(run, 1, version=0)
-    start_rl(config)
-    assert "not there" not in capsys.readouterr().out and run.published_batches() == [1]
 
 
 def test_other_inputs_are_a_rewind_for_trackers(killed: RunDir, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
