@@ -311,12 +311,12 @@ def test_the_inference_server_computes_logits_as_the_trainer_does() -> None:
 
 
 def test_an_environment_has_its_own_settings_or_those_of_all() -> None:
-    own = {"group_size": 3, "seq_len": 99, "sampling": {"temperature": 0.5, "max_tokens": 7}}
+    own = {"group_size": 3, "seq_len": 99, "sampling": {"temperature": 0.5, "max_tokens": 7, "stop": ["ab"]}}
     top_p = ("--orchestrator.sampling.top-p", "0.9", "--orchestrator.group-size", "4")
     orchestrator = rl(*mixed(own, *top_p)).orchestrator
     plain, other = (orchestrator.rollouts_of(section) for section in orchestrator.environments)
     assert plain == RolloutSettings(4, 1024, 128, Sampling(1.0, 0.9))
-    assert other == RolloutSettings(3, 99, 7, Sampling(0.5, 0.9))
+    assert other == RolloutSettings(3, 99, 7, Sampling(0.5, 0.9, stop=("ab",)))
     assert orchestrator.largest_group == 4 and not makes_same_batches(orchestrator, rl(*mixed({})).orchestrator)
     longest = rl(*mixed({"sampling": {"max_tokens": 300}}, "--trainer.loss.type", "dr_grpo"))
     assert longest.trainer.loss.constant_tokens == 300
