@@ -9,7 +9,9 @@ import pytest
 
 from holdfast.commands.ckpt import ls
 from holdfast.commands.ckpt import verify as ckpt_verify
+from holdfast.config import SftConfig
 from holdfast.errors import ReadError, RunDirError, is_storage_failure
+from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.remote import fetch
 from holdfast.launcher.resume.resume_step import resolve_resume_step, set_aside_damaged
 from holdfast.orchestrator.batch_pipeline import version_for
@@ -150,3 +152,13 @@ def test_a_damaged_checkpoint_that_the_store_has_is_set_aside(store: str, three:
     assert fetch(store, three, "auto") == 30
     assert verify(three.checkpoint(30)).step == 30
     assert (three.discarded(1) / "checkpoints/step_30/trainer/__0.distcp").read_bytes() == b"damaged"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "weights", "rollouts"])
+def test_a_link_to_a_disk_that_is_away_is_not_an_empty_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(tmp_path / "disk")
+    config = SftConfig.model_validate({"output_dir": tmp_path, "max_steps": 5, "ckpt": {"resume_step": "auto"}})
+    with pytest.raises(ReadError, match=rf"{name} is a link to .*disk, which is away"):
+        prepare(config, clean=False, dry_run=False)
+    (tmp_path / "disk").mkdir()
+    assert prepare(config, clean=False, dry_run=True).resume_step is None

@@ -21,7 +21,7 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.resolved import is_free
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import SupervisedCommand, TrainingCommand, schedule_end
-from holdfast.errors import CheckpointError, ConfigError, DataError, RunDirError, StorageError
+from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import (
     CONFIG_NAME,
     Attempt,
@@ -98,6 +98,9 @@ def prepare(
         ckpt = ckpt.model_copy(update={"resume_step": "auto"})
     _refuse_contradictions(ckpt, clean=clean)
     _refuse_directory(run_dir, ckpt)
+    for place in (run_dir.checkpoints, run_dir.weights, run_dir.rollouts):
+        if place.is_symlink() and not place.exists():
+            raise ReadError(f"{place} is a link to {place.readlink()}, which is away. Mount it, or remove the link.")
     if not (dry_run or again or is_locked):  # then this process holds the lock
         run_dir.lock()
         if orchestrator is not None:
