@@ -3,14 +3,17 @@
 import json
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
@@ -68,35 +71,34 @@ def rows_of(path: Path, *, count: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def dpo(trl_trainers: ModuleType, tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Foreign:
-    model, place = tiny_model(), tmp_path_factory.mktemp("trl")
-    rows = rows_of(Path(shutil.copy(PAIRS, place / "pairs.jsonl")), count=5 * BATCH)
-    losses = trl_trainers.trained("dpo", model, place, rows, **THEIRS, beta=0.2)
-    return Foreign("dpo", place / f"checkpoint-{STEP}", losses, {
-        "model.name": model, "data.name": place / "pairs.jsonl", "loss.beta": 0.2,
-    })  # fmt: skip
+def trained(
+    trl_trainers: ModuleType, tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Foreign]:
+    """Return a maker of runs of TRL: `sft`, `dpo` or `adapter`."""
+
+    @cache
+    def make(kind: str) -> Foreign:
+        import peft
+
+        lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+        theirs, ours = {
+            "sft": ({"weight_decay": 0.1}, {"optim.weight-decay": 0.1}),
+            "dpo": ({"beta": 0.2}, {"loss.beta": 0.2}),
+            "adapter": ({"peft_config": lora}, {"model.lora.rank": 4, "model.lora.alpha": 8}),
+        }[kind]
+        model, place = tiny_model(), tmp_path_factory.mktemp("trl")
+        program, path = "dpo" if kind == "dpo" else "sft", place / "rows.jsonl"
+        rows = rows_of(Path(shutil.copy(PAIRS, path)) if kind == "dpo" else write_data(path), count=5 * BATCH)
+        losses = trl_trainers.trained(program, model, place, rows, **THEIRS, **theirs)
+        settings = {"model.name": model, "data.name": path, **ours}
+        return Foreign(program, place / f"checkpoint-{STEP}", losses, settings)
+
+    return make
 
 
-@pytest.fixture(scope="module")
-def adapter(trl_trainers: ModuleType, tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Foreign:
-    import peft
-
-    model, place = tiny_model(), tmp_path_factory.mktemp("trl")
-    rows = rows_of(write_data(place / "rows.jsonl"), count=5 * BATCH)
-    lora = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    losses = trl_trainers.trained("sft", model, place, rows, **THEIRS, peft_config=lora)
-    return Foreign("sft", place / f"checkpoint-{STEP}", losses, {
-        "model.name": model, "data.name": place / "rows.jsonl", "model.lora.rank": 4, "model.lora.alpha": 8,
-    })  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def sft(trl_trainers: ModuleType, tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Foreign:
-    model, place = tiny_model(), tmp_path_factory.mktemp("trl")
-    rows = rows_of(write_data(place / "rows.jsonl"), count=5 * BATCH)
-    settings = {"model.name": model, "data.name": place / "rows.jsonl", "optim.weight-decay": 0.1}
-    losses = trl_trainers.trained("sft", model, place, rows, **THEIRS, weight_decay=0.1)
-    return Foreign("sft", place / f"checkpoint-{STEP}", losses, settings)
+@pytest.fixture
+def sft(trained: Callable[[str], Foreign]) -> Foreign:
+    return trained("sft")
 
 
 def test_a_run_of_trl_continues_with_its_own_losses(sft: Foreign, tmp_path: Path) -> None:
@@ -108,9 +110,9 @@ def test_a_run_of_trl_continues_with_its_own_losses(sft: Foreign, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["dpo", "adapter"])
 def test_pairs_and_adapters_continue_with_their_own_losses(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+    kind: str, trained: Callable[[str], Foreign], tmp_path: Path
 ) -> None:
-    foreign = request.getfixturevalue(kind)
+    foreign = trained(kind)
     if kind == "adapter":
         refused = foreign.bring(tmp_path / "run", **{"model.lora.alpha": 4})
         assert refused.code == 2 and "--model.lora.rank 4 --model.lora.alpha 8" in refused.log, refused.log
@@ -215,6 +217,20 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(case: str, sft: Foreign
     assert run.code == 2 and "Traceback" not in run.log, run.log
     assert all(word in run.log for word in words), run.log
     assert RunDir(tmp_path / "run").entries() == []
+
+
+def test_weights_in_bfloat16_yield_to_the_optimizers_in_float32(sft: Foreign, tmp_path: Path) -> None:
+    source = shutil.copytree(sft.directory, tmp_path / "source")
+    weights, saved = load_file(source / "model.safetensors"), torch.load(source / "optimizer.pt")
+    order = [group["params"] for group in saved["param_groups"]]
+    for numbers, is_vector in zip(order, (False, True), strict=True):  # as transformers groups them
+        names = [name for name in AutoModelForCausalLM.from_pretrained(source).state_dict() if name in weights]
+        for number, name in zip(numbers, [one for one in names if (weights[one].ndim < 2) is is_vector], strict=True):
+            saved["state"][number]["master_param"] = weights[name].clone()
+    torch.save(saved, source / "optimizer.pt")
+    save_file({name: one.bfloat16() for name, one in weights.items()}, source / "model.safetensors")
+    assert "widened" not in sft.bring(tmp_path / "run", source=source).succeed().log
+    sft.check_continuation(tmp_path / "run")
 
 
 def test_another_model_is_refused(sft: Foreign, tiny_model: ModelFactory, tmp_path: Path) -> None:

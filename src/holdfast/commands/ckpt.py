@@ -283,20 +283,17 @@ def _export(dirs: CheckpointDirs, **options: Any) -> Report:
 
 def _import(words: list[str]) -> int:
     """Make the first checkpoint of the run that the command after SOURCE begins; return the exit code."""
-    as_json = "--json" in words[:2]
-    source, program, *argv = [*(word for word in words if word != "--json"), "", ""][: max(2, len(words) - as_json)]
+    as_json = words[:1] == ["--json"]
+    (source, program), argv = [*words[as_json:], "", ""][:2], words[as_json + 2 :]
     if program not in ("sft", "dpo"):
-        raise ConfigError(
-            f"ckpt import takes a directory, and after it the command that continues: `{_IMPORT}`. The command is sft "
-            f"or dpo, got '{program}'."
-        )
+        raise ConfigError(f"after the directory comes the command that continues, sft or dpo: `{_IMPORT}`")
     from holdfast.config import DpoConfig, SftConfig
     from holdfast.config.load import parse_command_line
     from holdfast.launcher.launch import resolve_for_import
 
-    config = parse_command_line(SftConfig if program == "sft" else DpoConfig, argv, program)
     if not Path(source).is_dir():
         raise ConfigError(f"there is no directory {source} (from {Path.cwd()})")
+    config = parse_command_line(SftConfig if program == "sft" else DpoConfig, argv, program)
     config = resolve_for_import(config, Path(source))
     try:
         with tensor_work("reading and writing tensors"):
@@ -305,8 +302,7 @@ def _import(words: list[str]) -> int:
             done = import_state(config, Path(source).absolute())
     except TensorWorkFailed as failure:
         return failure.exit_code
+    told = [f"  taken: {line}" for line in done.taken] + [f"  not taken: {line}" for line in done.left]
     go_on = f"continue with: {program} ... --ckpt.resume-step {done.step}"
-    parts = [f"imported {done.checkpoint}", *(f"  taken: {line}" for line in done.taken)]
-    parts += [*(f"  not taken: {line}" for line in done.left), go_on]
-    Report(msgspec.to_builtins(done), [*parts]).print(as_json=as_json)
+    Report(msgspec.to_builtins(done), [f"imported {done.checkpoint}", *told, go_on]).print(as_json=as_json)
     return 0

@@ -54,19 +54,18 @@ class TensorSource:
             local_part(target)[0].copy_(self._tensors[name])
 
 
+@dataclass(frozen=True)
 class Moments:
     """The optimizer's state of every parameter.
 
-    Args:
-        source: its tensors.
-        names: their names in it, by place and key. A place is the name of a parameter, or its number.
+    Attributes:
+        names: of tensors in `source`, by place and key. A place is the name of a parameter, or its number.
         groups: settings of parameter groups; `params` are places. Empty: the source does not tell.
     """
 
-    def __init__(self, source: Source, names: dict[str, dict[str, str]], groups: list[dict[str, Any]]) -> None:
-        self.source = source
-        self.names = names
-        self.groups = groups
+    source: Source
+    names: dict[str, dict[str, str]]
+    groups: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

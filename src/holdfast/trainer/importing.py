@@ -80,10 +80,7 @@ def import_state(config: SupervisedCommand, source: Path) -> Imported:
     foreign = read_foreign(source)
     _refuse_other_adapter(config, source)
     if foreign.step >= config.max_steps:
-        raise ConfigError(
-            f"{source} is of step {foreign.step}, and max_steps = {config.max_steps} ends before the next step: raise "
-            "--max-steps"
-        )
+        raise ConfigError(f"{source} is of step {foreign.step}, and max_steps is {config.max_steps}: raise --max-steps")
     run_dir = RunDir(config.output_dir)
     with _one_rank(config) as mesh:
         tokenizer = load_tokenizer(config.model.tokenizer_name)
