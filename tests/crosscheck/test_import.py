@@ -49,8 +49,10 @@ class Foreign:
         flags = (word for key, value in settings.items() for word in (f"--{key}", str(value)))
         return [*flags, "--no-data.shuffle", "--ckpt"]
 
-    def bring(self, output: Path, *, source: Path | None = None, fault: str = "", **changed: Any) -> Run:
-        argv = ["import", str(source or self.directory), self.program, *self.words(output, **changed)]
+    def bring(
+        self, output: Path, changed: Mapping[str, Any] | None = None, *, source: Path | None = None, fault: str = ""
+    ) -> Run:
+        argv = ["import", str(source or self.directory), self.program, *self.words(output, **(changed or {}))]
         return shared_commands().start("ckpt", output, argv, fault=fault).wait()
 
     def check_continuation(self, output: Path) -> None:
@@ -58,7 +60,7 @@ class Foreign:
         words = [*self.words(output), "--ckpt.resume-step", str(STEP)]
         log = shared_commands().start(self.program, output, words).succeed().log
         assert "WARNING" not in log and "differs from" not in log, log
-        ours = {line["step"]: line["loss"] for line in read_metrics(RunDir(output).metrics)}
+        ours = {int(line["step"]): line["loss"] for line in read_metrics(RunDir(output).metrics)}
         assert list(ours) == list(range(STEP + 1, LAST + 1))
         assert ours == pytest.approx({step: self.losses[step] for step in ours}, abs=1e-5)
 
@@ -114,7 +116,7 @@ def test_pairs_and_adapters_continue_with_their_own_losses(
 ) -> None:
     foreign = trained(kind)
     if kind == "adapter":
-        refused = foreign.bring(tmp_path / "run", **{"model.lora.alpha": 4})
+        refused = foreign.bring(tmp_path / "run", {"model.lora.alpha": 4})
         assert refused.code == 2 and "--model.lora.rank 4 --model.lora.alpha 8" in refused.log, refused.log
     log = foreign.bring(tmp_path / "run").succeed().log
     assert "taken: AdamW's state:" in log, log
@@ -213,7 +215,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(case: str, sft: Foreign
     source = shutil.copytree(sft.directory, tmp_path / "source")
     if change is not None:
         change(source)
-    run = sft.bring(tmp_path / "run", source=source, **settings)
+    run = sft.bring(tmp_path / "run", settings, source=source)
     assert run.code == 2 and "Traceback" not in run.log, run.log
     assert all(word in run.log for word in words), run.log
     assert RunDir(tmp_path / "run").entries() == []
@@ -234,5 +236,5 @@ def test_weights_in_bfloat16_yield_to_the_optimizers_in_float32(sft: Foreign, tm
 
 
 def test_another_model_is_refused(sft: Foreign, tiny_model: ModelFactory, tmp_path: Path) -> None:
-    run = sft.bring(tmp_path / "run", **{"model.name": tiny_model(num_hidden_layers=3)})
+    run = sft.bring(tmp_path / "run", {"model.name": tiny_model(num_hidden_layers=3)})
     assert run.code == 2 and "does not fit this model" in run.log, run.log
