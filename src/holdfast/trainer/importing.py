@@ -261,7 +261,7 @@ def _compare(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
 ) -> list[str]:
-    """Return differences that no setting can express. Raise ConfigError for those that a setting can."""
+    """Return differences that no setting can express. Raise ConfigError for a difference that a setting can."""
     optim, step, left = config.optim, foreign.step, list[str]()
     wrong: dict[str, str] = {}
     groups = {place: group for group in foreign.moments.groups for place in group["params"]}
