@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -205,21 +204,6 @@ def test_an_answer_may_take_its_time(tmp_path: Path, health: SimpleNamespace) ->
     assert not hasty.is_well
     for monitor in (hasty, patient):
         monitor.end()
-
-
-def test_a_beat_is_written_over_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place, so that it needs no room; a longer one before leaves nothing behind."""
-    monkeypatch.setenv(HEARTBEAT_ENV, str(tmp_path / "trainer"))
-    beat = start_heartbeat()
-    assert beat.path is not None
-    wait_until(beat.path.exists)
-    inode = beat.path.stat().st_ino
-    for doing in ("x" * 3000, "y"):
-        does(doing)
-        wait_until(lambda doing=doing: b'"' + doing.encode() + b'"' in beat.path.read_bytes())
-        json.loads(beat.path.read_bytes())
-    assert beat.path.stat().st_ino == inode and beat.path.stat().st_size == 1024
-    beat.end()
 
 
 def test_what_is_done_meanwhile_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,18 +121,6 @@ def test_rows_of_csv_are_text_whatever_the_text_is(pairs: list[tuple[str, str]])
         assert rows_of(path) == [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
 
 
-def test_many_rows_of_several_groups_are_taken_in_any_order(tmp_path: Path) -> None:
-    table = pa.table({"number": range(5000), "text": [str(n) * (n % 7) for n in range(5000)]})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1300)
-    rows = read_rows(str(tmp_path / "a.parquet"), split="train")
-    for start in (4990, 0, 1299, 1300, 600, 3900, 10, 2599):
-        taken = list(rows.take(start, start + 700))
-        assert [row["number"] for _, row in taken if not isinstance(row, DataError)] == [*range(start, start + 700)][
-            : len(taken)
-        ]
-        assert len(taken) == min(700, 5000 - start) and taken[0][0] == f"row {start + 1}"
-
-
 def test_values_that_json_does_not_have_become_text(tmp_path: Path) -> None:
     day, time = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12, 30)
     row = {"day": day, "time": time, "price": decimal.Decimal("4.00"), "call": {"opt": None, "at": time}}

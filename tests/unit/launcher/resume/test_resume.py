@@ -169,18 +169,6 @@ def test_a_fork_resumes_from_own_checkpoints(other: RunDir, new: RunDir, capsys:
         assert "has a checkpoint of its own (step 7): --ckpt.resume-dir" in capsys.readouterr().out
 
 
-def test_auto_forks_into_a_run_that_has_no_checkpoint_and_sets_its_traces_aside(other: RunDir, new: RunDir) -> None:
-    new.create()
-    run_id = new.run_id()
-    add_weights(new, 2)
-    new.configs(1).mkdir(parents=True)
-    new.metrics.write_text('{"step": 1}\n')
-    attempt = start(config_of(new, resume_dir=other.checkpoint(5), resume_step="auto"))
-    assert (attempt.number, attempt.resume_step) == (2, 5)
-    assert new.run_id() == run_id and new.forked_from() == str(other.checkpoint(5))
-    assert new.metrics.read_text() == "" and (new.discarded(2) / "weights" / "step_2").exists()
-
-
 def test_a_dry_run_of_a_fork_checks_everything_and_touches_nothing(other: RunDir, sft: Sft, tmp_path: Path) -> None:
     code, out, _ = sft("--ckpt.resume-dir", other.checkpoint(5))
     assert code == 0 and f"would start from step 5 of {other.checkpoint(5)}" in out
