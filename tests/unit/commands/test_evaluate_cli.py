@@ -186,7 +186,7 @@ def test_two_evaluations_are_shown_side_by_side(run_command: Command, tmp_path: 
     lines = [line.split() for line in out.splitlines()]
     assert code == 0 and lines[0][:2] == ["A", str(tmp_path / "a")] and "digest one" in out
     assert ["letters", "avg@4", "6"] in [line[:3] for line in lines]
-    assert "they differ in sampling: A temperature 1, top_p 1, top_k 0, min_p 0, max_tokens 24, B temperature 1" in out
+    assert "they differ in sampling: A temperature 1, top_p 1, top_k 0, min_p 0, max_tokens 24, stop [], B " in out
     code, out, _ = run_command("evaluate", f"--compare={tmp_path / 'a'}", tmp_path / "b")
     assert code == 2, "two words, as the help says"
     code, out, _ = run_command("evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--json")

@@ -92,6 +92,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
             "EnvironmentConfig.name", "LoraConfig.target_modules", "McpServerConfig.tools", "OwnLoss.args",
             "OptimConfig.type", "PreferenceLossConfig.type", "WeightsConfig.transport", "_AnyCorrection.type",
             "SftDataConfig.split", "SftDataConfig.chat_template_kwargs", "TrainedModelConfig.attention",
+            "SamplingConfig.stop", "EnvironmentSamplingConfig.stop",
         ),
         _ITSELF,
     ),
