@@ -225,7 +225,8 @@ def _make_room(
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
         if clean:
             run_dir.remove_run()
-        _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives)
+        exports = trainer.program == "rl"
+        _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives, exports_again=exports)
         if trainer.keep_attempts != "all":
             _forget_attempts(attempt, trainer.keep_attempts, tuple(_sections(*sections)))
     except OSError as error:
@@ -441,7 +442,9 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
         refuse_other_tensors(read_settings(settings), trainer, step=step)
 
 
-def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_batches: bool) -> None:
+def _settle(
+    attempt: Attempt, *, how: Verification, last_batch: int | None, of_batches: bool, exports_again: bool
+) -> None:
     """Bring the directory into the state that the attempt starts from; print the changes."""
     run_dir, number = attempt.run_dir, attempt.number
     for path in run_dir.clear_leftovers(of_batches=of_batches):
@@ -462,7 +465,7 @@ def _settle(attempt: Attempt, *, how: Verification, last_batch: int | None, of_b
     step = attempt.resume_step or 0
     after = 0 if attempt.fork else step
     # Before the fork is copied, which may need the names.
-    if moved := set_aside_after(run_dir, after, number, last_batch=last_batch):
+    if moved := set_aside_after(run_dir, after, number, last_batch=last_batch, exports_again=exports_again):
         print(f"moved to {aside.relative_to(run_dir.path)}, because it is later than step {after}:")
         # Whole paths if they are on another filesystem.
         paths = (path.relative_to(aside if path.is_relative_to(aside) else run_dir.path) for path in moved)

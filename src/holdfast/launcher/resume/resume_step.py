@@ -144,13 +144,15 @@ def set_aside_damaged(run_dir: RunDir, attempt: int) -> list[tuple[Path, str]]:
     return [(set_aside(run_dir, entry.path, attempt), entry.reason) for entry in damaged]
 
 
-def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int | None = None) -> list[Path]:
+def set_aside_after(
+    run_dir: RunDir, step: int, attempt: int, *, last_batch: int | None = None, exports_again: bool = True
+) -> list[Path]:
     """Move what is later than `step` to `discarded/attempt_K`; return the new paths.
 
-    Checkpoints, weights, batches, evaluations and lines of metrics.jsonl move. Only the weights of `step` are deleted,
-    which the trainer publishes again from the checkpoint.
+    Checkpoints, weights, batches, evaluations and lines of metrics.jsonl move.
 
     Args:
+        exports_again: the trainer publishes the weights of `step` again at its start, and they are deleted here.
         last_batch: batches up to this one stay, to be trained again, and the generations of the next one.
     """
     until = {
@@ -169,7 +171,7 @@ def set_aside_after(run_dir: RunDir, step: int, attempt: int, *, last_batch: int
         if number_of(path) > last + (path.suffix == ".log" and last_batch is not None)
     ]
     moved = [set_aside(run_dir, path, attempt) for path in later]
-    if run_dir.weights_of(step).exists():
+    if exports_again and run_dir.weights_of(step).exists():
         atomic.remove_directory(run_dir.weights_of(step))
     if run_dir.metrics.exists():
         lines = run_dir.metrics.read_bytes().splitlines(keepends=True)

@@ -142,11 +142,12 @@ class EntropyCoefficient(State):
 
     def values(self) -> dict[str, Any]:
         """Return all that a checkpoint holds of it."""
-        return {"steered": None if self._config.target is None else self._steered, "last": self._last}
+        steered = None if self._config.target is None else self._steered
+        return {"steered": steered, "last": self._last, "configured": self._config.coef}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over where the steering was. Configured values win."""
-        if values["steered"] is not None:
+        """Take over where the steering was. Configured values win: another `coef` is steered from there."""
+        if values["steered"] is not None and values["configured"] == self._config.coef:
             self._steered = min(float(values["steered"]), self._config.largest)
         self._last = None if values["last"] is None else float(values["last"])
 
@@ -168,7 +169,7 @@ class KlCoefficient(State):
     """
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: float = 10_000) -> None:
-        self.coef = coef
+        self.coef = self._configured = coef
         self.target = target
         self.horizon = horizon
         self.num_updates = 0
@@ -195,11 +196,12 @@ class KlCoefficient(State):
 
     def values(self) -> dict[str, Any]:
         """Return all that a checkpoint holds of it."""
-        return {"coef": self.coef, "target": self.target, "horizon": self.horizon, "num_updates": self.num_updates}
+        values = {"coef": self.coef, "target": self.target, "horizon": self.horizon, "num_updates": self.num_updates}
+        return values | {"configured": self._configured}
 
     def restore(self, values: dict[str, Any]) -> None:
         """Take over count and steered coefficient. All else is configuration, as is a coefficient that was not steered:
-        it may be 0, from which no steering leads away."""
-        if self.target is not None and values["target"] is not None:
+        it may be 0, from which no steering leads away. Another configured coefficient is steered from there."""
+        if self.target is not None and values["target"] is not None and values["configured"] == self._configured:
             self.coef = float(values["coef"])
         self.num_updates = int(values["num_updates"])

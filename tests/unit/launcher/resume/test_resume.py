@@ -254,8 +254,9 @@ def test_a_warm_start_is_a_fresh_one_unless_auto_finds_a_checkpoint(other: RunDi
     ckpt = with_resume(config, attempt.resume_step).ckpt
     assert ckpt is not None and (ckpt.init_from, ckpt.resume_step) == (other.checkpoint(5), None)
     add_checkpoint(new, 7)
+    weights = add_weights(new, 7)
     attempt = start(config)
-    assert attempt.resume_step == 7
+    assert attempt.resume_step == 7 and weights.is_dir(), "`sft` exports them at its end alone"
     ckpt = with_resume(config, attempt.resume_step).ckpt
     assert ckpt is not None and (ckpt.init_from, ckpt.resume_step) == (None, 7)
     with pytest.raises(RunDirError, match="its settings are not there to compare with"):

@@ -220,9 +220,10 @@ def test_a_divergence_that_is_no_number_changes_nothing_and_is_told(kl: float) -
 def test_a_configured_coefficient_of_the_penalty_wins_over_the_checkpoint() -> None:
     saved = KlCoefficient(0.2, target=6.0, horizon=100)
     saved.update(12.0, 50)
-    changed = KlCoefficient(0.5, target=3.0, horizon=200)
-    changed.restore(saved.values())
-    assert changed.values() == {"coef": saved.coef, "target": 3.0, "horizon": 200, "num_updates": 1}
+    for before, expected in ((0.2, saved.coef), (0.5, 0.5)):
+        changed = KlCoefficient(before, target=3.0, horizon=200)
+        changed.restore(saved.values())
+        assert (changed.coef, changed.target, changed.horizon, changed.num_updates) == (expected, 3.0, 200, 1)
     begun = KlCoefficient(0.2, target=6.0)
     begun.restore(KlCoefficient(0.0).values())
     assert begun.coef == 0.2, "the run was not steered before"
@@ -267,8 +268,10 @@ def test_a_fixed_bonus_stays_and_a_steered_one_is_that_of_the_slow_one_up_to_the
     coefficient.update(0.0)
     assert coefficient.coef == 0.3 and coefficient.tensors() == {}
     lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=0.001))
-    lower.restore({"steered": 0.02, "last": 0.1})
-    assert lower.coef == 0.001
+    for before, expected in ((EntropyConfig().coef, 0.001), (0.5, EntropyConfig().coef)):
+        lower.restore({"steered": 0.02, "last": 0.1, "configured": before})
+        assert lower.coef == expected, "a changed coefficient is not that of the checkpoint"
+        lower = EntropyCoefficient(EntropyConfig(target=0.5, largest=1.0))
     begun = EntropyCoefficient(EntropyConfig(coef=0.2, target=0.5))
     begun.restore(coefficient.values())
     assert begun.coef == 0.2, "the run was not steered before"
