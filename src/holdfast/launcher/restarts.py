@@ -162,7 +162,8 @@ class _Watcher:
             print(line, flush=True)
         if (output := json_lines()) is not None:
             output.end = fields
-        self._console.note("ended", exit_code=exit_code, step=step, error=error)
+        trained = step - (self._plan.attempt.resume_step or 0)
+        self._console.note("ended", exit_code=exit_code, step=step, trained=trained, error=error)
 
     @property
     def _events(self) -> Path:

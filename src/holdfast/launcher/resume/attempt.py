@@ -6,13 +6,14 @@ Every attempt writes the settings of its processes, which the next attempt compa
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast.config.base import Command
 from holdfast.config.load import to_toml
@@ -230,9 +231,32 @@ def _say_what_differs(attempt: Attempt, name: str, config: Command) -> None:
 
 
 def last_started(run_dir: RunDir, number: int, names: Sequence[str]) -> Path | None:
-    """Return the configurations of the newest attempt before `number` that has all, so may have started a process."""
+    """Return the configurations of the newest attempt before `number` that has all, so may have started a process.
+
+    An attempt that a trainer refused before its first step does not count, unless an orchestrator ran beside it.
+    """
     for earlier in range(number - 1, 0, -1):
         directory = run_dir.configs(earlier)
-        if all((directory / f"{name}.toml").exists() for name in names):
+        if all((directory / f"{name}.toml").exists() for name in names) and not was_refused(run_dir, earlier):
             return directory
+    return None
+
+
+def was_refused(run_dir: RunDir, attempt: int) -> bool:
+    """Return whether an attempt without an orchestrator ended with a refusal before its first step."""
+    end = end_of(run_dir, attempt)
+    is_alone = not (run_dir.configs(attempt) / "orchestrator.toml").exists()
+    return is_alone and end is not None and end.get("exit_code") == 2 and end.get("trained") == 0
+
+
+def end_of(run_dir: RunDir, attempt: int) -> dict[str, Any] | None:
+    """Return the event of the end of an attempt; None if the attempt noted none, such as a killed attempt."""
+    try:
+        lines = (run_dir.logs(attempt) / "events.jsonl").read_bytes().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        with suppress(ValueError):  # torn by a kill
+            if (event := json.loads(line)).get("phase") == "ended":
+                return event
     return None

@@ -7,7 +7,6 @@ way out that a refusal names removes what can be resumed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +25,11 @@ from holdfast.launcher.resume.attempt import (
     CONFIG_NAME,
     Attempt,
     copy_fork,
+    end_of,
     find_fork,
     last_started,
     process_name,
+    was_refused,
 )
 from holdfast.launcher.resume.config_diff import (
     SIZES,
@@ -576,23 +577,13 @@ def _other_program(run_dir: RunDir, number: int, name: str) -> str | None:
 def _finished_at(run_dir: RunDir, number: int) -> int | None:
     """Return the last step of the run if the newest attempt that ended has finished it; else None."""
     for attempt in range(number - 1, 0, -1):
-        for line in reversed(_lines(run_dir, attempt)):
-            try:
-                event = json.loads(line)
-            except ValueError:  # torn by a kill
-                continue
-            if event.get("phase") == "ended":
-                return event.get("step") if event.get("exit_code") == 0 else None
+        if was_refused(run_dir, attempt):
+            continue
+        if (end := end_of(run_dir, attempt)) is not None:
+            return end.get("step") if end.get("exit_code") == 0 else None
         if run_dir.logs(attempt).is_dir():
             return None
     return None
-
-
-def _lines(run_dir: RunDir, attempt: int) -> list[bytes]:
-    try:
-        return (run_dir.logs(attempt) / "events.jsonl").read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
 
 
 def _init_from(settings: Mapping[str, object]) -> object:

@@ -42,9 +42,10 @@ def _train(run: RunDir, step: int) -> None:
     run.metrics.write_text("".join(json.dumps({"step": one}) + "\n" for one in range(1, step + 1)))
 
 
-def _end(run: RunDir, attempt: int, *, step: int, exit_code: int) -> None:
+def _end(run: RunDir, attempt: int, *, step: int, exit_code: int, trained: int = 7) -> None:
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
-    event = {"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": exit_code, "step": step, "error": None}
+    event = {"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": exit_code, "step": step}
+    event |= {"trained": trained, "error": None}
     torn = '{"time": 2.0, "proc'
     (run.logs(attempt) / "events.jsonl").write_text(json.dumps(event) + "\n" + torn)
 
@@ -57,6 +58,19 @@ def test_a_directory_without_work_is_not_a_run(run: RunDir, capsys: pytest.Captu
     attempt = _start(_sft(run, seed=7))
     assert (attempt.number, attempt.resume_step) == (2, None)
     assert "unfinished" not in capsys.readouterr().out
+
+
+def test_a_start_that_the_trainer_refused_is_no_attempt(run: RunDir) -> None:
+    _start(_sft(run, ckpt=CkptConfig(interval=5)))
+    _train(run, 7)
+    add_checkpoint(run, 5)
+    for trained in (0, 1):
+        other = _start(_sft(run, seed=7, ckpt=CkptConfig(interval=5, resume_step="auto")))
+        _end(run, other.number, step=5 + trained, exit_code=2, trained=trained)
+        if trained == 0:
+            assert _start(_sft(run, ckpt=CkptConfig(interval=5))).resume_step == 5
+    with pytest.raises(RunDirError, match="seed: 7 -> 0"):
+        _start(_sft(run, ckpt=CkptConfig(interval=5)))
 
 
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
