@@ -394,7 +394,9 @@ class TestFetch:
         self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, name: str
     ) -> None:
         """Else the next start would take the checkpoint for all, and be another run that samples with other weights."""
-        _fail_once(monkeypatch, method, name)
+        _fail_once(
+            monkeypatch, method, name, nth=2 if method == "cat_file" else 1
+        )  # the first asks whose steps are there
         (killed := empty.checkpoints / ".tmp-step_3-0").mkdir(parents=True)
         with pytest.raises(StorageError, match=f"reading {name} failed"):
             fetch(url, empty, "auto", older_weights=2)
