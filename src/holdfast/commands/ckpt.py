@@ -283,8 +283,9 @@ def _export(dirs: CheckpointDirs, **options: Any) -> Report:
 
 def _import(words: list[str]) -> int:
     """Make the first checkpoint of the run that the command after SOURCE begins; return the exit code."""
-    as_json = words[:1] == ["--json"]
-    (source, program), argv = [*words[as_json:], "", ""][:2], words[as_json + 2 :]
+    as_json = "--json" in words
+    rest = [word for word in words if word != "--json"]
+    source, program, *argv = [*rest, *[""] * (2 - len(rest))]
     if program not in ("sft", "dpo"):
         raise ConfigError(f"after the directory comes the command that continues, sft or dpo: `{_IMPORT}`")
     from holdfast.config import DpoConfig, SftConfig

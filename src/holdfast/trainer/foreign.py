@@ -10,13 +10,14 @@ No code of a source runs: pickles are read as tensors and plain values only.
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 import torch
@@ -39,6 +40,19 @@ _STATE = re.compile(r"(?:optim(?:izers?)?\.)?state\.(?P<place>.+)\.(?P<key>[^.]+
 _GROUP = re.compile(r"(?:optim(?:izers?)?\.)?param_groups\.(?P<place>.+)\.(?P<key>[^.]+)")
 _STATE_NAME = "trainer_state.json"
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
+
+
+class _Line(TypedDict):
+    step: int
+    learning_rate: NotRequired[float | None]
+    num_tokens: NotRequired[float | None]
+
+
+class _TrainerState(TypedDict):
+    global_step: Annotated[int, msgspec.Meta(ge=1)]
+    max_steps: NotRequired[int | None]
+    epoch: NotRequired[float | None]
+    log_history: NotRequired[list[_Line] | None]
 
 
 class TensorSource:
@@ -147,13 +161,10 @@ def _trainer_state(directory: Path) -> dict[str, Any]:
     path = directory / _STATE_NAME
     if not path.exists():
         return {}
-    try:
-        state = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        if not isinstance(state["global_step"], int):
-            raise TypeError("global_step is not a number")
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    try:  # not msgspec.json: transformers 4 writes NaN
+        return dict(msgspec.convert(json.loads(path.read_bytes()), type=_TrainerState))
+    except (msgspec.ValidationError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. Give an earlier checkpoint.") from None
-    return state
 
 
 def _plain(path: Path) -> Any:
@@ -188,11 +199,14 @@ def _whole_moments(path: Path) -> Moments:
         raise CheckpointError(f"{path} is not the state of one optimizer of torch (state, param_groups)")
     tensors: dict[str, Tensor] = {}
     names: dict[str, dict[str, str]] = {}
-    for place, state in found["state"].items():
-        for key, value in state.items():
-            tensors[f"{place}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(float(value or 0))
-            names.setdefault(str(place), {})[key] = f"{place}.{key}"
-    groups = [{**group, "params": [str(place) for place in group["params"]]} for group in found["param_groups"]]
+    try:
+        for place, state in found["state"].items():
+            for key, value in state.items():
+                tensors[f"{place}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(float(value or 0))
+                names.setdefault(str(place), {})[key] = f"{place}.{key}"
+        groups = [{**group, "params": [str(place) for place in group["params"]]} for group in found["param_groups"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} has state that AdamW of torch does not have: {error}") from None
     return Moments(TensorSource(tensors), names, groups)
 
 

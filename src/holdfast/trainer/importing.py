@@ -31,7 +31,7 @@ from holdfast.run.weights import ADAPTER_CONFIG_NAME, PEFT_PREFIX, read_scaling
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.commit import Attachment
 from holdfast.trainer.checkpoint.dcp import some
-from holdfast.trainer.checkpoint.init_from import fill_weights, load_weights_only
+from holdfast.trainer.checkpoint.init_from import fill_weights, load_weights_only, local_part
 from holdfast.trainer.checkpoint.state import State, seed_everything
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.foreign import MASTER, MOMENTS, ForeignState, TensorSource, read_foreign
@@ -99,6 +99,11 @@ def import_state(config: SupervisedCommand, source: Path) -> Imported:
             dtypes = fill_weights(tensors, foreign.weights, str(source), layout=layout)
         else:
             dtypes = load_weights_only(tensors, foreign.weights, layout=layout)
+        if table is not None and digest_of(base_tensors(policy.hf_model) | tensors) == table.model:
+            raise ConfigError(
+                f"the reference would be the weights of step {foreign.step}: give the model that {source} began with "
+                "as --model.name, or the reference of that run as --reference-model"
+            )
         places = _places_of(policy.hf_model, foreign)
         has_masters = _fill_moments(places, foreign, state.tensors(), tensors)
         left = _compare(config, foreign, places, optimizer, trained_parameters(policy.hf_model))
@@ -193,17 +198,15 @@ def _places_of(hf_model: nn.Module, foreign: ForeignState) -> dict[str, str]:
                 f"{what} keeps {', '.join(sorted(keys)) or 'nothing'} for each parameter, and AdamW keeps "
                 f"{', '.join(MOMENTS)}: it is another optimizer. --ckpt.init-from takes the weights alone."
             )
-        for key in moments.names[place].keys() - {"step"}:
-            found = moments.source.found[moments.names[place][key]].shape
-            if found != tuple(own[name].shape):
-                raise CheckpointError(
-                    f"{what} does not fit this model: {key} of {name} is {found} there, {tuple(own[name].shape)} here"
-                )
+        for key, full_name in moments.names[place].items():
+            found, here = moments.source.found[full_name].shape, () if key == "step" else tuple(own[name].shape)
+            if found != here:
+                raise CheckpointError(f"{what} does not fit this model: {key} of {name} is {found} there, {here} here")
     return places
 
 
 def _refuse_other_adapter(config: SupervisedCommand, source: Path) -> None:
-    """Raise ConfigError if the adapter in `source` is of another rank or strength."""
+    """Raise ConfigError if the adapter in `source` is of another rank, strength or dropout."""
     if (lora := config.model.lora) is None or not (source / ADAPTER_CONFIG_NAME).exists():
         return
     there = read_scaling(source)
@@ -211,6 +214,12 @@ def _refuse_other_adapter(config: SupervisedCommand, source: Path) -> None:
         raise ConfigError(
             f"the adapter in {source} has rank {there.r} and alpha {there.alpha:g}, and the settings have {lora.rank} "
             f"and {lora.alpha:g}: --model.lora.rank {there.r} --model.lora.alpha {there.alpha:g}"
+        )
+    dropout = json.loads((source / ADAPTER_CONFIG_NAME).read_bytes()).get("lora_dropout") or 0.0
+    if dropout != lora.dropout:
+        raise ConfigError(
+            f"the adapter in {source} has dropout {dropout:g}, and the settings have {lora.dropout:g}: "
+            f"--model.lora.dropout {dropout:g}"
         )
 
 
@@ -251,7 +260,17 @@ def _fill_moments(
     source.fill({names[place][key]: state[f"optim.{own}.{key}"] for own, place in places.items() for key in MOMENTS})
     masters = {names[place][MASTER]: weights[own] for own, place in places.items() if MASTER in names[place]}
     source.fill(masters)
+    filled = {name: state[f"optim.{own}.{key}"] for own in places for key in MOMENTS for name in [f"{key} of {own}"]}
+    broken = [name for name, one in (filled | {own: weights[own] for own in places}).items() if not _is_finite(one)]
+    if broken:
+        raise CheckpointError(
+            f"{foreign.directory} has NaN or infinite numbers in {some(broken)}: give an earlier step"
+        )
     return len(masters) == len(weights)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(local_part(tensor)[0].isfinite().all())
 
 
 def _compare(
@@ -270,10 +289,11 @@ def _compare(
             if key in group and not np.allclose(group[key], here, rtol=_SAME, atol=0):
                 there = json.dumps(group[key])
                 wrong[key] = f"optim.{key} is {there} there, {json.dumps(here)} here: --optim.{key} '{there}'"
-        if group.get("amsgrad") or group.get("maximize") or group.get("decoupled_weight_decay") is False:
+        is_other = "betas" in group and "amsgrad" not in group  # torch's RAdam, and AdamW of others
+        if is_other or group.get("amsgrad") or group.get("maximize") or group.get("decoupled_weight_decay") is False:
             raise CheckpointError(
-                f"the optimizer of {foreign.directory} is not AdamW as it is here (amsgrad, maximize, or weight decay "
-                "in the gradient). --ckpt.init-from takes the weights alone."
+                f"the optimizer of {foreign.directory} is not torch's AdamW, or with amsgrad, maximize, or weight "
+                "decay in the gradient. --ckpt.init-from takes the weights alone."
             )
     decays = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
     told = {
@@ -335,6 +355,9 @@ def _list_rest(config: SftConfig | DpoConfig, foreign: ForeignState, number: int
         f"{there}",
         "batch size, loss and clipping of gradients: compare data.batch_size, loss.* and optim.max_grad_norm yourself",
     ]
+    if isinstance(config, DpoConfig) and config.has_reference:
+        name = config.reference_model or config.model.name
+        left.append(f"the reference: {name} must have the weights of the reference there")
     if not foreign.moments.groups:
         left.append("betas, eps and weight decay: the source does not tell them")
     if config.model.lora is not None:

@@ -224,7 +224,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 # Buffers in older Hugging Face files, which the config determines.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
-_OPTIMIZER = re.compile(r"optim(izers?)?\.")
+_OPTIMIZER = re.compile(r"(optim(izers?)?|train_state)\.")  # and torchtitan's counters
 # Output and input embeddings, by the ends of their names.
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
