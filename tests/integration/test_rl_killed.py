@@ -49,7 +49,7 @@ _INTERRUPTIONS = {
         6, "holdfast.orchestrator.main", 1, "error: orchestrator was killed by signal 9; the last lines"
     ),
     "SIGKILL of the launcher": Interruption(9, signal.SIGKILL, -9, ""),
-    "SIGINT": Interruption(11, signal.SIGINT, 130, "SIGINT: saving the current step"),
+    "SIGINT": Interruption(11, signal.SIGINT, 130, "SIGINT: the current step ends and is saved"),
     "SIGTERM": Interruption(13, signal.SIGTERM, 143, "SIGTERM: saving the current step"),
 }
 

@@ -214,6 +214,7 @@ async def _with_logprobs_of_model(
 
     Raises:
         VLLMValidationError: a grammar masks tokens, or the log-probabilities are asked for by token.
+        EngineGenerateError: other weights came meanwhile, whose log-probabilities would be others.
     """
     for name in ("structured_outputs", "logprob_token_ids"):
         if getattr(params, name):
@@ -237,6 +238,11 @@ async def _with_logprobs_of_model(
             for choice in output.outputs:
                 tokens = tokens_input([*before, *choice.token_ids])
                 async for reading in generate(tokens, read, f"{request_id}-{choice.index}-logprobs", **more):
+                    labels = [span.version for one in (choice, *reading.outputs) for span in one.weight_versions or []]
+                    if len({*labels}) > 1:
+                        raise EngineGenerateError(
+                            "the weights changed before the log-probabilities were read: ask again"
+                        )
                     found: Any = reading.prompt_logprobs
                     choice.logprobs = found[len(before) :]
             yield output

@@ -223,13 +223,12 @@ class ObjectsState:
             )
         for name, value in values.items():
             thing = self._objects[name]
-            if isinstance(thing, MutableMapping):
-                continue
-            saved = value.get("class") if isinstance(value, dict) else None
-            if saved != type(thing).__qualname__:
+            saved = value["class"] if isinstance(value, dict) and value.keys() == {"class", "state"} else "dict"
+            here = "dict" if isinstance(thing, MutableMapping) else type(thing).__qualname__
+            if saved != here and not (here == "dict" and thing.keys() == {"class", "state"}):
                 raise CheckpointError(
-                    f"'{name}' of the checkpoint is a {saved or 'dict'}, this one a {type(thing).__qualname__}: use "
-                    "the same class, or begin a new run from the weights alone (load_weights_only)"
+                    f"'{name}' of the checkpoint is a {saved}, this one a {here}: use the same class, or begin a new "
+                    "run from the weights alone (load_weights_only)"
                 )
             if _is_plain_optimizer(thing):
                 _check_groups(name, thing, value["state"])
