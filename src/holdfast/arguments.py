@@ -52,11 +52,10 @@ class Subcommands:
         self._subparsers = self._parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
         self._commands: dict[str, Parser] = {}
 
-    def add(self, name: str, text: str) -> Parser:
-        """Add a subcommand, and return its parser."""
-        self._commands[name] = self._subparsers.add_parser(
-            name, help=text, description=text, parents=[self._shared], epilog=self._epilog
-        )
+    def add(self, name: str, text: str, *, shares: bool = True) -> Parser:
+        """Add a subcommand, and return its parser, which `shares` the arguments and the epilog of all."""
+        more: dict[str, Any] = {"parents": [self._shared], "epilog": self._epilog} if shares else {}
+        self._commands[name] = self._subparsers.add_parser(name, help=text, description=text, **more)
         return self._commands[name]
 
     def parse(self, argv: list[str]) -> argparse.Namespace:

@@ -1,4 +1,5 @@
-"""Runs of other programs, taken over by `ckpt import` at step 20: their own continuation is the reference."""
+"""Runs of other programs, taken over by `ckpt import` at step 20, and runs of ours, by `ckpt export`: each time the
+program's own continuation is the reference."""
 
 import json
 import math
@@ -6,18 +7,22 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from transformers import AutoModelForCausalLM
 
+from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
+from holdfast.trainer.export import TensorReader
 from tests.conftest import ModelFactory
 from tests.faults.faulty_calls import read_trail
 from tests.forking.commands import Run, shared_commands
@@ -44,6 +49,7 @@ class Foreign:
     directory: Path
     losses: Mapping[int, float]
     settings: Mapping[str, Any]
+    resume: Callable[..., dict[int, float]] = dict
 
     def words(self, output: Path, **changed: Any) -> list[str]:
         settings = {**SHARED, **self.settings, "output-dir": output, **changed}
@@ -92,11 +98,12 @@ def trained(
         model, place = tiny_model(), tmp_path_factory.mktemp("trl")
         program, path = "dpo" if kind == "dpo" else "sft", place / "rows.jsonl"
         rows = rows_of(Path(shutil.copy(PAIRS, path)) if kind == "dpo" else write_data(path), count=5 * BATCH)
-        losses = trl_trainers.trained(program, model, place, rows, **THEIRS, **theirs)
+        train = partial(trl_trainers.trained, program, model, rows=rows, **THEIRS, **theirs)
         settings = {"model.name": model, "data.name": path, **ours}
+        losses = train(output=place)
         state = place / f"checkpoint-{STEP}" / "trainer_state.json"
         state.write_text(state.read_text().replace('"loss":', '"eval_loss": NaN,\n"loss":'))  # as transformers does
-        return Foreign(program, place / f"checkpoint-{STEP}", losses, settings)
+        return Foreign(program, state.parent, losses, settings, train)
 
     return make
 
@@ -127,6 +134,40 @@ def test_pairs_and_adapters_continue_with_their_own_losses(
     log = foreign.bring(tmp_path / "run").succeed().log
     assert "taken: AdamW's state:" in log, log
     foreign.check_continuation(tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["sft", "dpo", "adapter"])
+def test_a_run_of_ours_continues_in_trl_and_comes_back(
+    kind: str, trained: Callable[[str], Foreign], tmp_path: Path
+) -> None:
+    foreign, output = trained(kind), tmp_path / "run"
+    words = [*foreign.words(output), "--ckpt.interval", str(STEP)]
+    shared_commands().start(foreign.program, output, words).succeed()
+    own = TensorReader(RunDir(output).checkpoint(STEP) / TRAINER_DIR)
+    for form in ("trainer", "dcp"):
+        argv = ["export", str(output), str(STEP), "--format", form, "--to", str(tmp_path / form)]
+        exported = shared_commands().start("ckpt", tmp_path / form, argv).wait()
+        if (kind, form) == ("adapter", "dcp"):
+            assert exported.code == 2 and "takes whole weights" in exported.log, exported.log
+            continue
+        assert exported.code == 0, exported.log
+        foreign.bring(tmp_path / f"of_{form}", source=tmp_path / form).succeed()
+        back = TensorReader(RunDir(tmp_path / f"of_{form}").checkpoint(STEP) / TRAINER_DIR)
+        assert all(torch.equal(back.read(name), own.read(name)) for name in own.saved)
+    theirs = foreign.resume(output=tmp_path / "trl", resume=tmp_path / "trainer")
+    ours = {int(line["step"]): line["loss"] for line in read_metrics(RunDir(output).metrics)}
+    assert len(ours) == LAST and theirs == pytest.approx(ours, abs=1e-5)
+    if kind == "sft":
+        model = AutoModelForCausalLM.from_pretrained(foreign.settings["model.name"], dtype="float32")
+        optimizer = torch.optim.AdamW(model.parameters())
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        weights, moments = get_state_dict(model, optimizer, options=flat)
+        state: dict[str, Any] = {"model": weights, "optimizer": moments}
+        torch_dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        loaded: dict[str, Any] = {f"model.{name}": one for name, one in state["model"].items()}
+        loaded |= {name.replace("state.", "optim.", 1): one for name, one in state["optimizer"].items()}
+        assert all(torch.equal(loaded[name], own.read(name)) for name in own.saved)
 
 
 @pytest.mark.ranks

@@ -99,7 +99,9 @@ def preference_trainer(kind: str, model: Path, output: Path, **settings: Any) ->
     return _trainer(_PREFERENCE[kind], causal_model(model), model, output, _PAIRS, settings, **more)
 
 
-def trained(kind: str, model: Path, output: Path, rows: list[Any], **settings: Any) -> dict[int, float]:
+def trained(
+    kind: str, model: Path, output: Path, rows: list[Any], *, resume: Path | None = None, **settings: Any
+) -> dict[int, float]:
     """Train with TRL in float32, in the order of the rows, and save; return the loss of each step."""
     classes = {"sft": (trl.SFTTrainer, trl.SFTConfig), "dpo": _PREFERENCE["dpo"]}[kind]
     own = {"save_strategy": "steps", "logging_steps": 1, "train_sampling_strategy": "sequential", **settings}
@@ -107,7 +109,7 @@ def trained(kind: str, model: Path, output: Path, rows: list[Any], **settings: A
     trainer = _trainer(
         classes, AutoModelForCausalLM.from_pretrained(model, dtype="float32"), model, output, rows, own, **more
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
 
 

@@ -129,6 +129,9 @@ def test_a_step_without_config_is_refused(run_dir: RunDir, tmp_path: Path) -> No
     bare_step(run_dir, tmp_path / "loop" / "step_2")
     done = ckpt("export", tmp_path / "loop", 2, "--to", tmp_path / "x", code=2)
     assert "has no model/config.json, as a training program writes it" in done.stderr
+    for form in ("trainer", "dcp"):
+        done = ckpt("export", tmp_path / "loop", 2, "--to", tmp_path / "x", "--format", form, code=2)
+        assert f"--format {form} takes steps of sft and dpo with AdamW" in done.stderr
     assert not list(tmp_path.glob("*x*"))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.arguments import Parser
+from holdfast.arguments import Parser, add_json
 from holdfast.errors import CheckpointError, ConfigError, ReadError
 from holdfast.process.child import heavy_imports
 from holdfast.run.atomic import is_gone
@@ -57,12 +57,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify.add_argument("steps", nargs="*", metavar="STEPS", help="all steps if unset")
     verify.add_argument("--how", choices=("full", "size"), default="full", help="every byte (full), or sizes only")
     _add_step(add("show", "Show what one step holds."))
-    export = add("export", "Write a step's model as a Hugging Face directory.")
+    export = add("export", "Write a step's model as a Hugging Face directory, or its training state for others.")
     _add_step(export)
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="new directory")
+    told = "hf: the model (default); trainer, dcp: AdamW's state too, for transformers and TRL, or for torch's load"
+    export.add_argument("--format", dest="form", choices=("hf", "trainer", "dcp"), default="hf", help=told)
     export.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     export.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
-    add("import", f"Begin a run with a step of another program: {_IMPORT}.")
+    taken = add("import", f"Begin a run with a step of another program: {_IMPORT}.", shares=False)
+    add_json(taken)
+    taken.add_argument("source", metavar="SOURCE", help="the directory of the other program's step")
+    taken.add_argument("words", nargs="+", metavar="COMMAND", help="sft or dpo, with the flags of the new run")
     return subcommands.parse(argv)
 
 
@@ -276,7 +281,7 @@ def _joined(values: Mapping[str, Any]) -> str:
 def _export(dirs: CheckpointDirs, **options: Any) -> Report:
     written = export(dirs, **options)
     count = f"{written.tensors:,} tensors, {written.parameters:,} parameters, {written.dtype}"
-    files = f"{size(written.bytes)} in {written.files} safetensors file{'s' if written.files != 1 else ''}"
+    files = f"{size(written.bytes)} in {written.files} file{'s' if written.files != 1 else ''} of tensors"
     lines = [f"wrote {written.directory}: {count}, {files}", *filter(None, [written.remark])]
     return Report(msgspec.to_builtins(written), lines)
 

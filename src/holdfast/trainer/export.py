@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,12 +89,14 @@ class Export:
 
     Attributes:
         base: with LoRA, the weights to merge the adapter into; None: write the adapter only.
+        add: writes further files into the new directory.
     """
 
     step_directory: Path
     target: Path
     dtype: DType | None = None
     base: str | None = None
+    add: Callable[[Path], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,11 @@ def new_directory(final: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def commit(directory: Path, final: Path, writer: SafetensorsWriter, dtype: torch.dtype, source: Manifest) -> Written:
-    """Finish the files, write the manifest and give the directory its name; `source` is the checkpoint's manifest."""
+def commit(directory: Path, request: Export, writer: SafetensorsWriter, dtype: torch.dtype) -> Written:
+    """Finish the files, write the manifest and give the directory its name."""
+    final, source = request.target, manifest.read_manifest(request.step_directory)
+    if request.add is not None:
+        request.add(directory)
     files = manifest.describe_files(directory, known=writer.close())
     listing = Manifest(
         kind="weights",
@@ -191,7 +196,7 @@ def _write_alone(request: Export, factors: dict[str, Tensor]) -> Written:
         writer = SafetensorsWriter(directory, max_file_bytes=size, name=Path(ADAPTER_NAME).stem)
         for name, factor in factors.items():
             writer.add(f"{PEFT_PREFIX}{name}", factor)
-        written = commit(directory, target, writer, torch.float32, manifest.read_manifest(step))
+        written = commit(directory, request, writer, torch.float32)
     return replace(written, remark=_about_end_tokens(step))
 
 
@@ -261,7 +266,7 @@ def _write_whole(
         writer = SafetensorsWriter(directory)
         for name, tensor in tensors:
             writer.add(name, tensor.contiguous())
-        return commit(directory, request.target, writer, dtype, manifest.read_manifest(request.step_directory))
+        return commit(directory, request, writer, dtype)
 
 
 def _base(name: str, *, scores: bool) -> tuple[PreTrainedModel, dict[str, Tensor], TensorLayout]:

@@ -230,16 +230,22 @@ def _plain_name(place: str) -> str:
     return place.removeprefix(PEFT_PREFIX).replace(".default.", ".")
 
 
-def _by_number(
-    hf_model: nn.Module, names: Sequence[str], groups: Sequence[Mapping[str, Any]], what: str
-) -> dict[str, str]:
-    """Return the numbers of parameters: torch counts through the groups, and transformers makes one of decayed and one
-    of other parameters, each in the order of the model."""
+def split_by_decay(hf_model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `names` of the trained parameters into the two groups of transformers: with weight decay, and without."""
     in_memory = [name for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
     decayed = {*get_parameter_names(hf_model, [nn.LayerNorm], _NOT_DECAYED)}
     split: tuple[list[str], list[str]] = ([], [])
     for name, raw in zip(names, in_memory, strict=True):
         split[raw not in decayed].append(name)
+    return split
+
+
+def _by_number(
+    hf_model: nn.Module, names: Sequence[str], groups: Sequence[Mapping[str, Any]], what: str
+) -> dict[str, str]:
+    """Return the numbers of parameters: torch counts through the groups, and transformers makes one of decayed and one
+    of other parameters, each in the order of the model."""
+    split = split_by_decay(hf_model, names)
     numbers = [group["params"] for group in groups if group["params"]]
     sizes = [len(one) for one in numbers]
     ways = [way for way in ([one for one in split if one], [names]) if [len(one) for one in way] == sizes]

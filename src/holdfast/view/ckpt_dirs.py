@@ -134,8 +134,10 @@ def verified(directory: Path, *, how: Verification = "full") -> Manifest:
         return manifest.verify(directory, how=how, step=int(step) if is_step else None)
 
 
-def export(dirs: CheckpointDirs, *, step: str, to: Path, dtype: DType | None, base: str | None) -> Written:
-    """Verify a step, and write its model as the new Hugging Face directory `to`."""
+def export(
+    dirs: CheckpointDirs, *, step: str, to: Path, dtype: DType | None, base: str | None, form: str = "hf"
+) -> Written:
+    """Verify a step, and write its model as the new Hugging Face directory `to`, or its state in another format."""
     directory = dirs.step_directory(step)
     if to.exists():
         raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new directory.")
@@ -143,4 +145,6 @@ def export(dirs: CheckpointDirs, *, step: str, to: Path, dtype: DType | None, ba
     with tensor_work("reading and writing tensors"):
         with heavy_imports():
             from holdfast.trainer.export import Export, export
-        return export(Export(directory, to.absolute(), dtype, base))
+            from holdfast.trainer.exporting import export_state
+        request = Export(directory, to.absolute(), dtype, base)
+        return export(request) if form == "hf" else export_state(request, form)

@@ -203,13 +203,16 @@ class _DigestStream(io.RawIOBase):
         super().close()
 
 
-class _DigestFiles(FileSystem):
+class DigestFiles(FileSystem):
+    """Opens new files as `_DigestStream`. `entries` has their sizes and checksums."""
+
     def __init__(self) -> None:
         self.entries: dict[str, FileEntry] = {}
         self.failure: OSError | None = None
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        """Yield a new file to write."""
         stream = _DigestStream(Path(path))
         try:
             yield stream
@@ -217,6 +220,16 @@ class _DigestFiles(FileSystem):
         finally:
             self.failure = self.failure or stream.failure
             stream.close()
+
+    @contextmanager
+    def telling(self) -> Generator[None, None, None]:
+        """Raise the reason of a failed write, which torch hides."""
+        try:
+            yield
+        except (CheckpointException, Exception):
+            if self.failure is not None:
+                raise self.failure from None
+            raise
 
 
 class ShardWriter:
@@ -244,7 +257,7 @@ class ShardWriter:
         files = FileSystemWriter(
             directory, single_file_per_rank=True, sync_files=True, overwrite=False, per_thread_copy_ahead=0
         )
-        files.fs = opened = _DigestFiles()
+        files.fs = opened = DigestFiles()
         planner.set_up_planner(dict(tensors), files.storage_meta(), self._ranks.is_main)
         files.set_up_storage_writer(self._ranks.is_main, rank=self._ranks.rank, use_collectives=True)
         self._make_plan(tensors, planner, files)
@@ -279,18 +292,14 @@ class ShardWriter:
         self._described = described
 
     def _write_shards(
-        self, planner: DefaultSavePlanner, files: FileSystemWriter, opened: _DigestFiles
+        self, planner: DefaultSavePlanner, files: FileSystemWriter, opened: DigestFiles
     ) -> list[WriteResult]:
         assert self._plan is not None
         plan = planner.finish_plan(self._plan)
-        try:
-            # The checksum is enough.
-            with serialization_config.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # added at import
-                written = cast(list[WriteResult], files.write_data(plan, planner).value())
-        except Exception:
-            if opened.failure is not None:
-                raise opened.failure from None
-            raise
+        # The checksum is enough.
+        patch = serialization_config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]  # added at import
+        with opened.telling(), patch:
+            written = cast(list[WriteResult], files.write_data(plan, planner).value())
         if len(written) != len(plan.items):
             raise OSError(f"{len(plan.items) - len(written)} of {len(plan.items)} tensors were not written")
         return written
