@@ -231,18 +231,13 @@ def as_adafactor(saved: dict[str, Any]) -> None:
     saved["state"] = {number: {"step": 20, "RMS": torch.ones(())} for number in saved["state"]}
 
 
-def as_radam(saved: dict[str, Any]) -> None:
-    for group in saved["param_groups"]:
-        del group["amsgrad"]
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "no optimizer": (drop("optimizer.pt"), {}, ["has no optimizer.pt", "--ckpt.init-from"]),
     "half written": (drop("trainer_state.json"), {}, ["has no trainer_state.json", "not whole"]),
     "cut optimizer": (cut("optimizer.pt"), {}, ["optimizer.pt cannot be read", "may not be whole"]),
     "code": (with_state(lambda saved: saved.update(hook=Path("/"))), {}, ["something else than tensors"]),
     "adafactor": (with_state(as_adafactor), {}, ["keeps RMS, step", "it is another optimizer"]),
-    "radam": (with_state(as_radam), {}, ["is not torch's AdamW"]),
+    "radam": (with_state(lambda saved: [one.pop("amsgrad") for one in saved["param_groups"]]), {}, ["torch's AdamW"]),
     "NaN": (with_state(lambda saved: saved["state"][3]["exp_avg"].fill_(math.nan)), {}, ["has NaN"]),
     "shapes": (with_state(lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3))), {}, ["is (3,) there"]),
     "rate": (None, {"optim.lr": 2e-3}, ["learning rate of step 21", "its peak of optim.lr is 0.001"]),
