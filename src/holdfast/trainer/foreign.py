@@ -133,8 +133,10 @@ def read_foreign(directory: Path) -> ForeignState:
             )
         weights, moments, used = directory, _whole_moments(directory / "optimizer.pt"), ["optimizer.pt"]
     else:
+        inside = ", ".join(sorted(one.name for one in directory.glob("checkpoint-*")))
+        found = f"{describe_found(directory)}{' that has ' if inside else ''}{inside}"
         raise CheckpointError(
-            f"{directory} is {describe_found(directory)}. Needed: a checkpoint of transformers' Trainer or TRL "
+            f"{directory} is {found}. Needed: a checkpoint of transformers' Trainer or TRL "
             "(checkpoint-N), of accelerate with FSDP, or a directory of torch.distributed.checkpoint."
         )
     rates = [group["lr"] for group in moments.groups if "lr" in group] or _rates(directory)
@@ -225,6 +227,11 @@ def _sharded_moments(directory: Path) -> Moments:
         raise CheckpointError(
             f"{directory} holds no state of an optimizer by names of parameters (optimizer.state.NAME.exp_avg); it "
             f"has {some(list(source.found))}. --ckpt.init-from takes the weights alone."
+        )
+    if all(place.isdecimal() for place in names):
+        raise CheckpointError(
+            f"{directory} holds the optimizer's state by numbers of parameters instead of names. Save what "
+            "torch.distributed.checkpoint.state_dict.get_state_dict returns. --ckpt.init-from takes the weights alone."
         )
     return Moments(source, names, _sharded_groups(directory))
 

@@ -264,8 +264,7 @@ class TestFetch:
             fetch(url, empty, 5)
 
     def test_an_empty_store_leaves_everything_to_this_machine(self, remote: RemoteCheckpoints, empty: RunDir) -> None:
-        assert fetch(remote.url, empty, "auto") is None
-        assert fetch(remote.url, empty, "latest") is None
+        assert fetch(remote.url, empty, "auto") is fetch(remote.url, empty, "latest") is None
         assert fetch(remote.url, empty, None) is None
 
     def test_a_fresh_start_does_not_mix_with_another_run(self, url: str, empty: RunDir) -> None:
@@ -277,8 +276,8 @@ class TestFetch:
         assert fetch(url, empty, "latest") == 3
 
     def test_a_fork_stays_itself_on_another_machine(self, url: str, empty: RunDir, tmp_path: Path) -> None:
-        there = RunDir(tmp_path / "there")
-        there.create(forked_from={"run_id": "run", "step": 3, "path": "/elsewhere"}, created_unix_s=1)
+        forked_from = {"run_id": "run", "step": 3, "path": "/elsewhere"}
+        (there := RunDir(tmp_path / "there")).create(forked_from=forked_from, created_unix_s=1)
         RemoteCheckpoints(url).write_identity(there)
         assert fetch(url, empty, "latest") == 3 and empty.identity() == there.identity()
 
@@ -302,15 +301,13 @@ class TestFetch:
         assert take_cursor(empty, "trackio").step == 1
         empty.note_rewind(1, by_attempt=2)  # of this machine
         set_aside_remote_after(url, 1, empty)
-        third = RunDir(tmp_path / "third")
-        assert fetch(url, third, "latest") == 1 and third.rewinds() == [2, 1]
+        assert fetch(url, third := RunDir(tmp_path / "third"), "latest") == 1 and third.rewinds() == [2, 1]
 
     @pytest.mark.parametrize("damage", [b"{", b'{"run_id": "another"}', b'{"run_id": "run", "check": "0"}'])
     def test_an_identity_of_somebody_else_is_left_out_loud(
         self, url: str, empty: RunDir, tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        there = RunDir(tmp_path / "there")
-        there.create()
+        (there := RunDir(tmp_path / "there")).create()
         (there.path / "run.json").write_bytes(damage)
         RemoteCheckpoints(url).write_identity(there)
         assert fetch(url, empty, "latest") == 3 and empty.run_id() == "run"
@@ -319,8 +316,8 @@ class TestFetch:
     def test_the_launcher_asks_the_store(self, url: str, empty: RunDir) -> None:
         settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": 2}}
         attempt = prepare(SftConfig.model_validate(settings), clean=False, dry_run=False)
-        assert attempt.resume_step == 2 and attempt.checkpoint == empty.checkpoint(2)
-        assert empty.run_id() == "run" and RemoteCheckpoints(url).steps() == [1, 2]
+        assert (attempt.resume_step, attempt.checkpoint, empty.run_id()) == (2, empty.checkpoint(2), "run")
+        assert RemoteCheckpoints(url).steps() == [1, 2]
 
     def test_a_newer_step_of_another_run_is_refused_with_a_store_too(self, url: str, empty: RunDir) -> None:
         fetch(url, empty, "latest")
@@ -339,6 +336,9 @@ class TestFetch:
         with pytest.raises(RunDirError, match=r"step_9 is a checkpoint of another run \(other\).*--ckpt.resume-step 3"):
             fetch(url, third, "latest")
         assert fetch(url, third, 3) == 3 and third.run_id() == "run"
+        write_checkpoint(imported := RunDir(tmp_path / "imported"), 3, run_id="")
+        with pytest.raises(RunDirError, match="of run other, .*/imported holds a checkpoint of another run"):
+            fetch(url, imported, 3)
 
     def test_a_rewind_cut_off_has_not_happened(self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         """The store goes first: a later step there would come back."""
@@ -394,9 +394,7 @@ class TestFetch:
         self, url: str, empty: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, name: str
     ) -> None:
         """Else the next start would take the checkpoint for all, and be another run that samples with other weights."""
-        _fail_once(
-            monkeypatch, method, name, nth=2 if method == "cat_file" else 1
-        )  # the first asks whose steps are there
+        _fail_once(monkeypatch, method, name, nth=2 if "run" in name else 1)  # the first reads whose steps these are
         (killed := empty.checkpoints / ".tmp-step_3-0").mkdir(parents=True)
         with pytest.raises(StorageError, match=f"reading {name} failed"):
             fetch(url, empty, "auto", older_weights=2)

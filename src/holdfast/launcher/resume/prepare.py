@@ -473,7 +473,7 @@ def _settle(
         print("  " + ", ".join(map(str, paths)))
     if attempt.fork is not None:
         copy_fork(attempt.fork, run_dir, how=how)
-        print(f"forked {attempt.fork.directory} (run {attempt.fork.listing.run_id})")
+        print(f"forked {attempt.fork.directory} (run {attempt.fork.listing.run_id or 'of no id'})")
     replayed = [batch for batch in run_dir.published_batches() if batch > step]
     if replayed:
         print(f"batches {replayed[0]} to {replayed[-1]} are in the journal: training them again, without sampling")

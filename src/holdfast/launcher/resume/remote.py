@@ -84,9 +84,12 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
     choose = "Choose another place with --ckpt.dir"
     if steps and wanted is None:
         raise RunDirError(f"{there} of an earlier run. {choose}, or continue from them with --ckpt.resume-step latest.")
-    if not run_dir.holds_run():
-        return
-    own, ours = run_dir.run_id(), run_dir.run_ids() or ()
+    if run_dir.holds_run():
+        own, ours = f"run {run_dir.run_id()}", run_dir.run_ids() or ()
+    else:  # it may hold a step that was imported or copied there
+        own, ours = "a checkpoint of another run", {one.manifest.run_id for one in run_dir.entries() if one.manifest}
+        if not ours:
+            return
     for step in reversed(steps):
         try:
             run_id = remote.read_manifest(step).run_id
@@ -95,7 +98,7 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
         except CheckpointError:
             continue
         if run_id not in ours:
-            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds run {own}. {choose}.")
+            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds {own}. {choose}.")
         return
 
 
@@ -189,17 +192,19 @@ def _fetch_newest(
 
 def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callable[[str], None]) -> None:
     """Give an empty directory the identity of the run of the checkpoint."""
-    if run_dir.holds_run() or not run_id:
+    if run_dir.holds_run():
         return
     files = remote.read_identity()
     identity: dict[str, Any]
     try:
         identity = checked.decode(files["run.json"]) if files else {}
     except ValueError:
-        identity = {"run_id": "a damaged file"}
+        identity = {"run_id": "a damaged file"} if run_id else {}
     theirs = identity.get("run_id")
-    # A fork holds a step of its first run.
-    if run_id not in (theirs, identity.get("forked_from", {}).get("run_id")):
+    if not (run_id or theirs):
+        return
+    # A fork holds a step of its first run, and an imported step has no run.
+    if run_id not in ("", theirs, identity.get("forked_from", {}).get("run_id")):
         if theirs is not None:
             say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
         identity, files = {"run_id": run_id, "created_unix_s": int(time.time())}, {}

@@ -315,10 +315,12 @@ def _match(tensors: Mapping[str, Tensor], source: Source, prefixes: tuple[str, .
             )
     _refuse_adapter_for_weights(tensors, there, what)
     if missing or surplus:
+        built = "model is built as the config.json of --model.name says."
+        if adapted_matrices(tensors):
+            built = "adapter is built as --model.lora.target-modules says, without peft's modules_to_save."
         raise CheckpointError(
             f"{what} does not fit this model: it lacks {some(missing)} and has besides {some(surplus)}. "
-            f"Needed: {len(tensors)} tensors such as {next(iter(tensors))}, found {len(there)}. The model is built "
-            "as the config.json of --model.name says."
+            f"Needed: {len(tensors)} tensors such as {next(iter(tensors))}, found {len(there)}. The {built}"
         )
     check_shapes(tensors, {own: source.found[name] for own, name in names.items()}, what)
     return names
