@@ -567,7 +567,7 @@ class _Away:
         error = error or ConnectionError("no route to it")
         once = remote._store._once
 
-        def fail(*arguments: object, **options: object) -> object:
+        def fail(*arguments: Any, **options: Any) -> object:
             if self.is_over.is_set():
                 return once(*arguments, **options)
             self.asked.set()

@@ -63,9 +63,7 @@ EXCHANGED: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
     "McpServerConfig.args": ((_environment(mcp_servers={"tools": _SERVERS}), "own_code.py"),),
 }
 """Settings over those of a small run, by which the setting of that name names an input, and the file that is exchanged.
-
-`rl` says each of them, and makes its batches anew.
-"""
+`rl` says each of them, and makes its batches anew."""
 
 
 _HERE = "test_every_input.py::test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew"
@@ -73,6 +71,7 @@ _ITSELF = "is itself what is computed with: another value is told as a changed s
 _OTHERS = "names what runs elsewhere, and nobody here can know what stands behind it"
 _NOTHING = "changes nothing that is computed"
 SETTINGS: dict[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(("SamplingConfig.stop", "EnvironmentSamplingConfig.stop"), _ITSELF),
     **dict.fromkeys(EXCHANGED, (_HERE,)),
     # Said by the trainer, or refused.
     "SftDataConfig.name": (
