@@ -12,7 +12,7 @@ from holdfast.orchestrator.batch_maker import adopt_curricula, adopt_mix, advanc
 from holdfast.orchestrator.check import check_environments
 from holdfast.orchestrator.episodes import Outcome
 from holdfast.orchestrator.state import CurriculumState, OrchestratorState, read_state, request_seed
-from holdfast.protocol.rollouts import Dropped, Rewards, StepRewards, TokenIds
+from holdfast.protocol.rollouts import Dropped
 from holdfast.run import journal
 from holdfast.run.run_dir import RunDir
 from tests.builders.sampled_rollouts import sampled_rollout
@@ -64,16 +64,6 @@ def test_a_gate_opens_when_the_window_is_full_and_good_enough() -> None:
     assert curriculum_of(state).level == 2, "there is none behind the last"
     assert curriculum_of(state).levels[1].rewards == [0.5, 1.0, 1.0]
     assert curriculum_metrics(state, config, []) == {}
-
-
-def test_rewards_of_turns_and_tokens_count() -> None:
-    config = config_of({"levels": LEVELS, "window": 1, "advance_reward": 1})
-    state, paid = begun(config), group(0, 0, 0)
-    assert isinstance(paid, list)
-    for rollout, rewards in zip(paid, ([0.5, 0.5], [0.0, 0.0]), strict=True):
-        rollout.step_rewards = StepRewards(TokenIds([1, 2]), Rewards(rewards))
-    advance(state, config, [paid])
-    assert curriculum_of(state).levels[0].rewards == [0.5]
 
 
 def test_settings_that_change_on_resume(caplog: pytest.LogCaptureFixture) -> None:

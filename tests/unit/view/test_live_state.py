@@ -49,21 +49,6 @@ def test_a_file_is_known_by_what_it_says_and_not_by_its_number(tmp_path: Path) -
     assert [line["step"] for line in tail] == [1, 2, 3, 4, 7, 8] and tail.replaced == 1
 
 
-def test_steps_that_a_resume_took_back_are_forgotten(run_dir: RunDir) -> None:
-    write_steps(run_dir.metrics, 1, 2, 3, 4)
-    follower = Follower(run_dir, max_steps=10)
-    follower.catch_up()
-    assert (follower.state.step, follower.state.metrics["loss"]) == (4, 1 / 4)
-    assert follower.state.left_s == pytest.approx(2.0 * 6)
-    write_steps(run_dir.metrics, 1, 2)
-    assert list(follower.news()) == [], "they were told before"
-    assert (follower.state.step, follower.state.metrics["loss"]) == (2, 1 / 2)
-    with open(run_dir.metrics, "a") as file:
-        file.write('{"step": 3, "loss": null, "time/step": 2.0}\n')
-    (news,) = follower.news()
-    assert isinstance(news, Stepped) and news.metrics["step"] == 3
-
-
 def test_a_step_that_comes_again_replaces_itself_and_what_came_after() -> None:
     state = RunState()
     for step, loss in ((1, 1.0), (2, 0.5), (3, 0.25), (2, 0.75)):

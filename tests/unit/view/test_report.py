@@ -129,19 +129,6 @@ def test_rollouts_are_shown_token_by_token(run_command: Command, tmp_path: Path)
     assert "texts cannot be shown: there is no tokenizer.json" in made(run_command, run_dir.path)
 
 
-@pytest.mark.parametrize("program", ["sft", "dpo", "reward-model"])
-def test_supervised_runs_have_their_own_curves(run_command: Command, tmp_path: Path, program: str) -> None:
-    run_dir = make_run(tmp_path / "run")
-    (run_dir.configs(1) / "trainer.toml").rename(run_dir.configs(1) / f"{program}.toml")
-    for path in run_dir.logs(1).iterdir():
-        path.unlink()  # of a version without timeline
-    names = {"loss": 0.5, "val/loss": 0.6, "rewards/accuracies": 0.7, "time/step": 1.0, "time/data": 0.1}
-    run_dir.metrics.write_text("".join(f"{json.dumps({'step': step, **names})}\n" for step in (1, 2)))
-    shown, figures = made(run_command, run_dir.path), figures_of(run_dir.path / "report.html")
-    assert {"loss", "accuracy", "phases_trainer_0"} <= set(figures) and "timeline_0" not in figures
-    assert f"<td>{program}</td>" in shown and "<td>2 of 12</td>" in shown and "<td>stopped</td>" in shown
-
-
 def test_a_run_that_failed_or_has_no_steps_says_so(run_command: Command, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", resumed_from=(2,))
 

@@ -71,7 +71,6 @@ _ITSELF = "is itself what is computed with: another value is told as a changed s
 _OTHERS = "names what runs elsewhere, and nobody here can know what stands behind it"
 _NOTHING = "changes nothing that is computed"
 SETTINGS: dict[str, str | tuple[str, ...]] = {
-    **dict.fromkeys(("SamplingConfig.stop", "EnvironmentSamplingConfig.stop"), _ITSELF),
     **dict.fromkeys(EXCHANGED, (_HERE,)),
     # Said by the trainer, or refused.
     "SftDataConfig.name": (
