@@ -60,8 +60,8 @@ _PLACES = {
         "LivenessMonitor.forget place_of_beats, process/heartbeat.py Heartbeat._write Heartbeat.end, "
         "process/scratch.py _remove hold, run/lock.py Holder.write, run/run_dir.py RunDir.require_writable, "
         "trainer/checkpoint/commit.py Commit.write _make_empty, trainer/export.py commit new_directory, "
-        "trainer/model/safetensors_files.py SafetensorsWriter.close, trainer/model/publish.py "
-        "WeightPublisher._describe_model, trainer/profiling.py Profiler._write"
+        "trainer/exporting.py _write_dcp, trainer/model/safetensors_files.py SafetensorsWriter.close, "
+        "trainer/model/publish.py WeightPublisher._describe_model, trainer/profiling.py Profiler._write"
     ),
     "a download over a damaged checkpoint": (
         "launcher/resume/remote.py fetch.bring.bring_rest, remote/checkpoints.py RemoteCheckpoints._download"

@@ -317,7 +317,7 @@ def test_an_unknown_command_is_told_with_the_nearest(refused: Refused) -> None:
         ("monitor . --onc", "'--onc'. Did you mean '--once'?"),
         ("monitor . --step=3", "'--step'. There are: --interval, --json, --once, --wait."),
         ("report . --t b", "'--t'. Did you mean '--to'?"),
-        ("ckpt export . --output b", "'--output'. There are: --base, --dtype, --json, --to."),
+        ("ckpt export . --output b", "'--output'. There are: --base, --dtype, --format, --json, --to."),
         ("evaluate --compare . . --js", "'--js'. Did you mean '--json'?"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.coverage import __main__ as coverage
 from tests.lanes import __main__ as lanes
 from tests.lanes import parts, skips, written
-from tests.lanes.marks import BY_HAND, LANES, RESOURCES
+from tests.lanes.marks import RESOURCES
 from tests.lanes.shares import SHARES
 from tests.pages import guarantees, promises
 from tests.pages.documentation import blocks, commands
@@ -179,12 +179,6 @@ def test_promises_have_the_lanes_of_their_tests_and_none_is_noticed() -> None:
         promises.Row("It dies.", "", ()),
     ]
     assert not any(row.is_by_hand for row in rows)
-
-
-def test_what_no_script_runs_is_by_hand() -> None:
-    assert ("everyday", "nightly", *BY_HAND) == LANES, ".ci/run and .ci/nightly run the first two"
-    assert promises.Row("It lives.", "test_x.py::test_a", ("slurm",)).is_by_hand
-    assert not promises.Row("It lives.", "test_x.py::test_a", ("nightly", "gpu")).is_by_hand
 
 
 @pytest.mark.clock
