@@ -373,7 +373,7 @@ class _Watcher:
     def _save_before_stop(self, number: int) -> None:
         """Have the trainer save its current step, if checkpoints are on. Ctrl-C waits for the step without a limit."""
         ckpt, trainer, name = self._plan.trainer.ckpt, self._trainer(), signal.Signals(number).name
-        if not ckpt or not trainer:
+        if not ckpt or not trainer or trainer.process.poll() is not None:
             self._console.say(f"{name}: stopping")
             return
         if number == signal.SIGINT:
