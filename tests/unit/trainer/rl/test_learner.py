@@ -185,7 +185,7 @@ def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> No
     after = trained_tensors(run.session.policy.hf_model)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert run.parts.kl is not None and run.parts.kl.num_updates == 1, "they diverge like any other"
-    assert run.parts.entropy is not None and run.parts.entropy.values() == {"steered": 0.0, "last": None}
+    assert run.parts.entropy is not None and run.parts.entropy.values()["last"] is None
 
 
 @pytest.mark.parametrize(
