@@ -122,7 +122,7 @@ FLAGS = [
     _sft("a flag of TRL", "--learning_rate", "1e-5", said=("'--learning_rate'", "Did you mean '--optim.lr'?")),
     Case("the end of a flag", "rl", ("--lr", "1"), ("'--lr'", "'--trainer.optim.lr'")),
     _sft("a section that is switched on", "--ckpt", "true", said=("--ckpt", "section", "--ckpt.NAME VALUE")),
-    _sft("a file for a section", "--data", "x.jsonl", said=("--data", "not JSON", "--data.NAME VALUE", "@ FILE.toml")),
+    _sft("a file for a section", "--data", "x.jsonl", said=("--data is a section", "--data.name x.jsonl?")),
     _sft("a name with a dash", "--output-dir", "-out", said=("--output-dir", "--output-dir=-name")),
     Case("a word for a list", "rl", (*QUICK_START, "--orchestrator.environments", '["addition"]'),
          ("orchestrator.environments.0", "an object of settings", "addition")),
@@ -144,7 +144,7 @@ DATA = [
     _data("other names of roles", "mine.jsonl", json.dumps(CHAT), "row 1", "`user`, `bot`", "`assistant`"),
     _data("a row that lacks a column", "mine.jsonl", LINES + '{"prompt": "a"}\n', "row 13", "got text and nothing"),
     Case("rows of sft for dpo", "dpo", ("--model.name", "{model}", "--data.name", "{rows}"),
-         ("rows.jsonl", "`chosen` and `rejected`", "Rename the columns")),
+         ("rows.jsonl", "`chosen` and `rejected`", "Train them with `sft`, or rename the columns")),
 ]  # fmt: skip
 MODELS = [
     _model("an adapter", _without("config.json", then=_adapter), "an adapter for Qwen/Qwen3-0.6B",
