@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from holdfast.errors import CheckpointError, RunDirError, StorageError
@@ -90,16 +90,21 @@ def _refuse_another_run(remote: RemoteCheckpoints, steps: list[int], run_dir: Ru
         own, ours = "a checkpoint of another run", {one.manifest.run_id for one in run_dir.entries() if one.manifest}
         if not ours:
             return
+    for _, run_id in _run_ids(remote, steps):
+        if run_id not in ours:
+            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds {own}. {choose}.")
+        return
+
+
+def _run_ids(remote: RemoteCheckpoints, steps: list[int]) -> Iterator[tuple[int, str]]:
+    """Yield the steps at the store whose manifests are whole, the newest first, with the ids of their runs."""
     for step in reversed(steps):
         try:
-            run_id = remote.read_manifest(step).run_id
+            yield step, remote.read_manifest(step).run_id
         except StorageError:
             raise
         except CheckpointError:
             continue
-        if run_id not in ours:
-            raise RunDirError(f"{there} of run {run_id}, {run_dir.path} holds {own}. {choose}.")
-        return
 
 
 def _refuse_newer_of_another_run(remote: RemoteCheckpoints, steps: list[int]) -> None:
@@ -109,13 +114,7 @@ def _refuse_newer_of_another_run(remote: RemoteCheckpoints, steps: list[int]) ->
     except (KeyError, ValueError):
         return
     ours, newer = {identity.get("run_id"), identity.get("forked_from", {}).get("run_id")}, ""
-    for step in reversed(steps):
-        try:
-            run_id = remote.read_manifest(step).run_id
-        except StorageError:
-            raise
-        except CheckpointError:
-            continue
+    for step, run_id in _run_ids(remote, steps):
         if run_id in ours:
             break
         newer = newer or f"{remote.url}/step_{step} is a checkpoint of another run ({run_id})"
