@@ -282,7 +282,8 @@ class Console:
         state = self._follower.state
         if not state.left_s or state.max_steps is None:
             return ""
-        return f" (a step takes about {duration(state.left_s / (state.max_steps - state.step))})"
+        seconds = state.left_s / (state.max_steps - state.step)
+        return f" (a step takes about {duration(seconds) if seconds >= 60 else f'{seconds:.1f} s'})"
 
     def _was_silent(self) -> bool:
         return time.monotonic() - self._printed >= _LINE_EVERY_S
