@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -108,5 +109,13 @@ class BadRows(msgspec.Struct, frozen=True):
         named = self.first[0]
         if self.count > 1:
             left = [f"and {self.count - len(self.first):,} more"] if self.count > len(self.first) else []
-            named = "\n         ".join([f"{self.count:,} of {rows:,} rows cannot be used:", *self.first, *left])
+            named = "\n         ".join([f"{self.count:,} of {rows:,} rows cannot be used:", *self._lines(), *left])
         raise DataError(f"{config.name}, {named}\n       data.on_bad_row = 'drop' leaves such rows out.")
+
+    def _lines(self) -> Iterator[str]:
+        """Yield what is wrong with each of the first rows, the same reason only once."""
+        told: dict[str, str] = {}
+        for text in self.first:
+            row, _, reason = text.partition(": ")
+            first = told.setdefault(reason, row)
+            yield text if first == row else f"{row}: as {first}"

@@ -304,10 +304,11 @@ class SampleTable(_Samples):
         firsts: list[np.ndarray] = []
         for number in range(reader.num_record_batches):
             ids, mask, values, rows = reader.get_batch(number).columns
-            borders = ids.offsets.to_numpy()
-            loss_mask = mask.values.to_numpy().view(bool)
-            self._parts.append((borders, ids.values.to_numpy(), loss_mask, values.to_numpy(), rows.to_numpy()))
-            firsts.append(_first_targets(borders, loss_mask))
+            # Not `to_numpy`, which imports pandas: most of the time of a start from the cache.
+            columns = map(np.from_dlpack, (ids.offsets, ids.values, mask.values, values, rows))
+            borders, tokens, trained, values_of, rows_of = columns
+            self._parts.append((borders, tokens, trained.view(bool), values_of, rows_of))
+            firsts.append(_first_targets(borders, trained.view(bool)))
         counts = [len(borders) - 1 for borders, *_ in self._parts]
         self._ends = np.cumsum(counts, dtype=np.int64)
         nothing = np.zeros(0, dtype=np.int32)

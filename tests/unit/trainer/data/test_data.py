@@ -402,6 +402,9 @@ def test_ten_bad_rows_are_named_and_the_rest_is_counted_whatever_is_wrong_with_t
     assert len(load(path, tokenizer, on_bad_row="drop")) == 1, "the first object says nothing of the format"
     path.write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
     assert "Rename the columns" in refused(path, tokenizer, on_bad_row="drop")
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 3)
+    said = refused(path, tokenizer)
+    assert said.count("no assistant message") == 1 and "row 2: as row 1\n         row 3: as row 1" in said
     path.write_text("{\n")
     assert "row 1 is not JSON" in refused(path, tokenizer, on_bad_row="drop"), "nothing else is there"
 
