@@ -6,6 +6,7 @@ r"""Numbers as people write them. One rule reads right answers and completions.
 1 000  1'000  1_000  5{,}000    so do spaces, apostrophes and LaTeX's spaces, if each group has three digits
 12,5  0,123  1.234,5            another single comma is a decimal comma
 (12,3)  1,2,3                   in brackets, and between several commas, commas separate numbers
+[1,2)                           two numbers in other brackets are another interval
 1/2  1 1/2  \frac{1}{2}         a fraction
 3:45                            a time or ratio, which equals no number
 50 %                            equals 50 and 0.5
@@ -48,6 +49,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _BRACKETED = re.compile(r"[(\[][-+\d.,;/\s]+[)\]]")
+_ENCLOSED = re.compile(r"([(\[])[^()\[\]]+([)\]])")
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d?(?:,\d{2})+,\d{3}(?:\.\d+)?")
 _DOTTED_THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}")
 _BETWEEN = re.compile(r"(?:[\s,;()\[\]{}$€£¥₹.%]|percent|\\boxed|\\text|\\[()\[\]{} ,;!%]|\\left|\\right)*")
@@ -131,12 +133,22 @@ def ends_with(numbers: Sequence[Number], right: Sequence[Number]) -> bool:
 def number(completion: str, answer: str) -> float:
     """Return whether the last number in the completion equals the last in the answer.
 
-    If the answer is a list of numbers and nothing else, as many last numbers of the completion are compared.
+    If the answer is a list of numbers and nothing else, as many last numbers of the completion are compared. If
+    brackets are around two numbers in both, the brackets are the same; without them, two numbers are no interval.
     """
     right = numbers_alone(answer) or read_numbers(answer)[-1:]
+    wanted, brackets = (_brackets(text) if len(right) == 2 else "" for text in (answer, completion))
+    if wanted not in ("", brackets) and (brackets or wanted in ("(]", "[)")):
+        return 0.0
     alone = numbers_alone(completion) if len(right) > 1 else []
     given = alone or read_numbers(completion, of_point=is_point(answer))
     return float(ends_with(given, right) and len(alone) in (0, len(right)))
+
+
+def _brackets(text: str) -> str:
+    """Return the brackets around the last two numbers in brackets, such as `[)`; nothing if there are none."""
+    found = _ENCLOSED.finditer(re.sub(r"\\(?:left|right)", "", fold(text)))
+    return "".join(next((one.groups() for one in [*found][::-1] if len(numbers_alone(one[0])) == 2), ()))
 
 
 def plain(text: str) -> str:
