@@ -60,8 +60,7 @@ class Tokenizer:
             special: special tokens by role, such as `eos_token`.
             end_token_ids: tokens that end a turn, beside the end-of-text token.
 
-        Raises:
-            DataError: a template is not valid.
+        Raise DataError if a template is not valid.
         """
         backend.no_padding()
         backend.no_truncation()
@@ -126,11 +125,7 @@ class Tokenizer:
         return bool(self._templates)
 
     def template(self, tools: Sequence[Any] | None = None) -> ChatTemplate:
-        """Return the chat template for a chat with these tools.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the chat template for a chat with these tools. Raise ConfigError if there is none."""
         if not self._templates:
             raise ConfigError(
                 f"the tokenizer of '{self.name}' has no chat template, which messages need. Add chat_template.jinja "
@@ -191,11 +186,8 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a chat, up to the beginning of the assistant's turn.
-
-        Raises:
-            ConfigError: the tokenizer has no chat template.
-            DataError: the template refuses the messages, or leaves out a tool call.
+        """Return the ids of a chat, up to the beginning of the assistant's turn. Raise ConfigError if the tokenizer has
+        no chat template; DataError if the template refuses the messages, or leaves out a tool call.
         """
         text = self.render(messages, open_turn=True, tools=tools, options=options)
         chat = [as_dict(message) for message in messages]
@@ -257,8 +249,7 @@ class Tokenizer:
             chat: all that was said so far, a turn of the assistant's last.
             around: what `around_assistant` says of these messages and tools.
 
-        Raises:
-            DataError: the template refuses the messages.
+        Raise DataError if the template refuses the messages.
         """
         seen = self.render(chat[:-1], open_turn=True, tools=tools)
         turn = "".join(texts_of(as_dict(chat[-1])))
@@ -281,8 +272,7 @@ class Tokenizer:
         Args:
             around: what `around_assistant` says of these messages and tools; unset: it is asked.
 
-        Raises:
-            DataError: the template cannot continue a chat, or leaves out what a message says.
+        Raise DataError if the template cannot continue a chat, or leaves out what a message says.
         """
         around = around or self.around_assistant(messages, tools=tools)
         text, token_ids = around.after, self._ids_after(around)
@@ -331,9 +321,7 @@ class Tokenizer:
         self, messages: Sequence[Message | ChatMessage], *, open_turn: bool = True, tools: Sequence[Any] | None = None
     ) -> Around:
         """Return a chat up to the end of a turn of the assistant's, and what follows it: `messages`, and the next turn.
-
-        Raises:
-            DataError: the template refuses the messages.
+        Raise DataError if the template refuses the messages.
         """
         chat = [Message("user", "."), Message("assistant", _MARKER), *messages]
         before, marker, after = self.render(chat, open_turn=open_turn, tools=tools).partition(_MARKER)
@@ -407,11 +395,8 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a local directory or of a model on the hub.
-
-    Raises:
-        ConfigError: the directory or model does not exist, or has no `tokenizer.json`.
-        DataError: one of its files is damaged.
+    """Return the tokenizer of a local directory or of a model on the hub. Raise ConfigError if the directory or model
+    does not exist, or has no `tokenizer.json`; DataError if one of its files is damaged.
     """
     files = tokenizer_files(name)
     if "tokenizer.json" not in files:

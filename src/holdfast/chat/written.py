@@ -109,8 +109,7 @@ def check_calls_written(messages: Sequence[Mapping[str, Any]], render: Render, t
         text: of these messages.
         name: of the tokenizer, for messages.
 
-    Raises:
-        DataError: a value of a call can change and the text does not.
+    Raise DataError if a value of a call can change and the text does not.
     """
     if not any(message.get("tool_calls") for message in messages):
         return

@@ -55,11 +55,7 @@ class EnvironmentTrainingConfig(Section):
 
 
 def check_advantages(config: "TrainerConfig") -> None:
-    """Refuse settings that an advantage cannot work with.
-
-    Raises:
-        ValueError: says which, why, and what to change.
-    """
+    """Refuse settings that an advantage cannot work with. Raise ValueError that says which, why, and what to change."""
     used = set(config.advantages)
     if needless := sorted(used & set(MODEL_ADVANTAGES)) if config.environments else []:
         raise ValueError(
@@ -375,10 +371,8 @@ _SINGLE_TURN = ("reverse_text", "jsonl")
 
 
 def check_rewards(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
-    """Refuse what would come out in the middle of a run, or have no effect.
-
-    Raises:
-        ConfigError: says what, and what to change.
+    """Refuse what would come out in the middle of a run, or have no effect. Raise ConfigError that says what, and what
+    to change.
     """
     _check_environments(trainer, orchestrator)
     _check_group_size(trainer, orchestrator)

@@ -173,11 +173,7 @@ class ParallelConfig(Section):
         return self
 
     def check_ranks(self, world_size: int) -> None:
-        """Check that all ranks, of all machines, can be divided as the settings say.
-
-        Raises:
-            ValueError: they cannot.
-        """
+        """Check that all ranks, of all machines, can be divided as the settings say. Raise ValueError if they cannot."""
         for name, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
             if world_size % size:
                 raise ValueError(
@@ -211,11 +207,7 @@ class ParallelConfig(Section):
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """Split HOST, HOST:PORT or [IPv6]:PORT.
-
-    Raises:
-        ValueError: it is another text.
-    """
+    """Split HOST, HOST:PORT or [IPv6]:PORT. Raise ValueError if it is another text."""
     try:
         parts = urlsplit(f"//{endpoint}")
         host, port = parts.hostname, parts.port
@@ -298,10 +290,8 @@ class OptimConfig(Section):
         return max(self.betas) <= MAX_BFLOAT16_DECAY
 
     def check_warmup(self, max_steps: int, section: str) -> None:
-        """Check that warm-up ends before the schedule does.
-
-        Raises:
-            ValueError: it does not; the message names settings as settings of `section`.
+        """Check that warm-up ends before the schedule does. Raise ValueError if it does not; the message names settings
+        as settings of `section`.
         """
         end, name = max_steps, "max_steps"
         if self.schedule_steps is not None:
@@ -310,10 +300,8 @@ class OptimConfig(Section):
             raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
 
     def check_schedule(self, section: str) -> None:
-        """Check that a rate with an end falls.
-
-        Raises:
-            ValueError: it is constant; the message names settings as settings of `section`.
+        """Check that a rate with an end falls. Raise ValueError if it is constant; the message names settings as
+        settings of `section`.
         """
         if self.schedule == "constant" and self.min_lr_ratio:
             raise ValueError(
@@ -434,11 +422,7 @@ class TrainingCommand(Command):
         return self
 
     def check_steps(self) -> None:
-        """Check what depends on the last step, where that is known.
-
-        Raises:
-            ValueError: the reason.
-        """
+        """Check what depends on the last step, where that is known. Raise ValueError with the reason."""
         if self.max_steps and self.profiled_steps is not None:
             self.profiled_steps.check(self.max_steps)
         if self.max_steps:

@@ -80,22 +80,14 @@ class ProfiledSteps:
 
     @classmethod
     def parse(cls, text: object) -> "ProfiledSteps":
-        """Return what `FIRST:LAST` names.
-
-        Raises:
-            ValueError: it names no steps.
-        """
+        """Return what `FIRST:LAST` names. Raise ValueError if it names no steps."""
         match = _STEPS.fullmatch(text) if isinstance(text, str) else None
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise ValueError("should be FIRST:LAST, the first and the last step to profile, from 1 on, such as 3:5")
         return cls(int(match[1]), int(match[2]))
 
     def check(self, max_steps: int) -> None:
-        """Check that the run comes to all of them.
-
-        Raises:
-            ValueError: it ends before.
-        """
+        """Check that the run comes to all of them. Raise ValueError if it ends before."""
         if self.last > max_steps:
             raise ValueError(f"profile = '{self}' ends after max_steps = {max_steps}: choose other steps, or raise it")
 

@@ -211,10 +211,8 @@ async def _with_logprobs_of_model(
     """Generate without log-probabilities, then read the answer as a prompt, whose log-probabilities are the model's.
 
     A stream gets the whole answer at its end. An answer without `max_tokens` is a token shorter than the model allows.
-
-    Raises:
-        VLLMValidationError: a grammar masks tokens, or the log-probabilities are asked for by token.
-        EngineGenerateError: other weights came meanwhile, whose log-probabilities would be others.
+    Raise VLLMValidationError if a grammar masks tokens, or the log-probabilities are asked for by token;
+    EngineGenerateError if other weights came meanwhile, whose log-probabilities would be others.
     """
     for name in ("structured_outputs", "logprob_token_ids"):
         if getattr(params, name):

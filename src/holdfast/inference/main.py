@@ -141,9 +141,8 @@ def check(config: InferenceConfig, *, key: str = "model") -> Preflight:
     Args:
         key: of the section of the served model in the command that the user gave.
 
-    Raises:
-        ConfigError: the address or the admin token is at fault, or `max_len` is more than the model takes.
-        DataError: the model directory is at fault.
+    Raise ConfigError if the address or the admin token is at fault, or `max_len` is more than the model takes;
+    DataError if the model directory is at fault.
     """
     admin_token = required_token(config.server)
     with contextlib.ExitStack() as unless_all_is_well:

@@ -85,11 +85,7 @@ class SamplingEngine(Protocol):
         ...
 
     async def sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
-        """Sample one choice. Cancelling this drops it.
-
-        Raises:
-            RequestError: 400, the engine refuses the request.
-        """
+        """Sample one choice. Cancelling this drops it. Raise RequestError (400) if the engine refuses the request."""
         ...
 
     async def probe(self, *, generates: bool) -> str | None:

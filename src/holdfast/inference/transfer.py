@@ -60,8 +60,7 @@ class Incoming:
         Args:
             rank: of the worker within its engine.
 
-        Raises:
-            DataError: nobody offers it any more, it does not fit the model, or a member did not come.
+        Raise DataError if nobody offers it any more, it does not fit the model, or a member did not come.
         """
         # For groups of NCCL from now on: a lost member is an error of `wait`. Else torch ends the whole process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -107,11 +106,8 @@ class Incoming:
         return cls(wanted, plan, store, group, rank, device)
 
     def receive(self, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor by name, `checked`. The last one comes before the digest is compared.
-
-        Raises:
-            TransferError: the bytes stopped, or have another digest.
-            DataError: a tensor is not finite.
+        """Yield every tensor by name, `checked`. The last one comes before the digest is compared. Raise TransferError
+        if the bytes stopped, or have another digest; DataError if a tensor is not finite.
         """
         fetching = threading.Thread(target=self._fetch, name="weights", daemon=True)
         fetching.start()

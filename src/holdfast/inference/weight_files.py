@@ -160,10 +160,8 @@ def read_weights(
 ) -> CheckedWeights:
     """Read all weights in `directory` and check them: completeness, shapes, dtypes, finiteness.
 
-    Sizes, checksums and `version`, unless that is None, must match the manifest, if there is one.
-
-    Raises:
-        DataError: naming the file or tensor at fault, and what was expected.
+    Sizes, checksums and `version`, unless that is None, must match the manifest, if there is one. Raise DataError that
+    names the file or tensor at fault, and what was expected.
     """
     tensors, digest = read_files(directory, architecture, version=version)
     check_names(directory, tensors, architecture)
@@ -342,8 +340,7 @@ class BaseWeights:
     Attributes:
         digest: `holdfast.run.weights.tensors_digest` of the weights in float32.
 
-    Raises:
-        DataError: there are no weights.
+    Raise DataError if there are no weights.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
@@ -466,11 +463,9 @@ class DirectorySource:
         return read_architecture(self._model_dir)
 
     def stage(self, location: str, version: int) -> CheckedWeights:
-        """Return the weights in the directory `location`. Called in a thread; the model itself is only read.
-
-        Raises:
-            DataError: there are no whole weights of `version`, or an adapter of other weights.
-            ReadError, OSError: the files could not be read, and may be right.
+        """Return the weights in the directory `location`. Called in a thread; the model itself is only read. Raise
+        DataError if there are no whole weights of `version`, or an adapter of other weights; ReadError or OSError if
+        the files could not be read, and may be right.
         """
         directory = Path(location)
         if not holds_adapter(directory):

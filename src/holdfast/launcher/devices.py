@@ -91,8 +91,7 @@ def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "para
     Args:
         key: of `parallel`, for messages.
 
-    Raises:
-        ConfigError: the installed PyTorch cannot use the GPUs, or there are none for `device = 'cuda'`.
+    Raise ConfigError if the installed PyTorch cannot use the GPUs, or there are none for `device = 'cuda'`.
     """
     if parallel.device == "cpu":
         return ()
@@ -262,8 +261,7 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
     Args:
         clean: the run in the directory is removed, and nothing of it kept.
 
-    Raises:
-        ConfigError: the number of ranks does not fit the other settings.
+    Raise ConfigError if the number of ranks does not fit the other settings.
     """
     device = placement.trainer_device
     before = settings_of_run(config, clean=clean)

@@ -94,11 +94,8 @@ def load_of(config: OrchestratorConfig) -> Load:
 
 
 def forecast_alone(config: TrainingCommand | RlConfig) -> int:
-    """Print the forecast for GPUs that `parallel.card_gb` describes, from config.json only; return the exit code.
-
-    Raises:
-        ConfigError: the step does not fit.
-        DataError: config.json is missing, or the model cannot be trained.
+    """Print the forecast for GPUs that `parallel.card_gb` describes, from config.json only; return the exit code. Raise
+    ConfigError if the step does not fit; DataError if config.json is missing, or the model cannot be trained.
     """
     trainer = config.trainer if isinstance(config, RlConfig) else config
     assert trainer.parallel.card_gb is not None
@@ -140,8 +137,7 @@ def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> 
     Returns:
         The plan, or why there is none; None: the user sets the engine's share.
 
-    Raises:
-        ConfigError: nothing fits.
+    Raise ConfigError if nothing fits.
     """
     trainer, engine = config.trainer, config.inference.engine
     if engine.gpu_memory_utilization is not None or _SHARE in {name.replace("-", "_") for name in engine.args}:
@@ -207,8 +203,7 @@ def forecast_beside(
         asked: before the settings of a device were chosen.
         card: bytes of each GPU of this machine; None: it has none.
 
-    Raises:
-        ConfigError: the step does not fit.
+    Raise ConfigError if the step does not fit.
     """
     if not Path(asked.model.name).is_dir() or (card is None and asked.parallel.device == "cpu"):
         return
@@ -253,8 +248,7 @@ def tell_forecast(
     Args:
         card: bytes of each GPU; None: not known.
 
-    Raises:
-        ConfigError: something does not fit, with ways out.
+    Raise ConfigError with ways out if something does not fit.
     """
     if engine is None or engine.found is None:
         print("planning a step (a minute for a large model)", flush=True)

@@ -67,10 +67,8 @@ class ClusterPlacement:
         config.orchestrator.client.urls = urls
 
     def tell_address(self, name: str, config: InferenceConfig) -> None:
-        """Write into the configuration of one server where it listens.
-
-        Raises:
-            ConfigError: other machines can reach it, and it has no admin token.
+        """Write into the configuration of one server where it listens. Raise ConfigError if other machines can reach
+        it, and it has no admin token.
         """
         host, server = self.cluster.host(name), config.server
         if not ipaddress.ip_address(host.address).is_loopback and read_admin_token(server.admin_token_env) is None:
@@ -110,10 +108,7 @@ class ClusterPlacement:
 def placed_on_cluster(config: RlConfig) -> Iterator[ClusterPlacement | None]:
     """Find places for the processes of a run on the cluster that `config` names, if any; give them back at the end.
 
-    A dry run takes nothing.
-
-    Raises:
-        ConfigError: the cluster is not there, or is too small for this run.
+    A dry run takes nothing. Raise ConfigError if the cluster is not there, or is too small for this run.
     """
     nodes = config.trainer.parallel.nodes
     if config.cluster is None:

@@ -57,11 +57,9 @@ from holdfast.view.tables import size
 
 
 def check_training(config: TrainingCommand) -> None:
-    """Check models, data and functions of the user of one training program.
-
-    Raises:
-        DataError, ReadError: a local path is missing, of another kind or unreadable.
-        ConfigError: a function of the user cannot be loaded, or a setting is missing that `rl` would hand down.
+    """Check models, data and functions of the user of one training program. Raise DataError or ReadError if a local
+    path is missing, of another kind or unreadable; ConfigError if a function of the user cannot be loaded, or a setting
+    is missing that `rl` would hand down.
     """
     check_model_path(config.model.name, key="model.name")
     ckpt = config.ckpt
@@ -115,11 +113,9 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
 
 
 def check_inference(config: InferenceConfig) -> None:
-    """Check that model, weights and tokenizer are there, and whole as far as headers tell.
-
-    Raises:
-        DataError, ReadError: they are not.
-        ConfigError: vLLM or the admin token is missing, or the settings ask for several servers or too long sessions.
+    """Check that model, weights and tokenizer are there, and whole as far as headers tell. Raise DataError or ReadError
+    if they are not; ConfigError if vLLM or the admin token is missing, or the settings ask for several servers or too
+    long sessions.
     """
     if config.engines > 1:
         raise ConfigError(
@@ -227,8 +223,7 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
     Returns:
         The size of the data, if they were read, as `--dry-run` does.
 
-    Raises:
-        ConfigError: the data cannot be used, or other settings exceed the last step.
+    Raise ConfigError if the data cannot be used, or other settings exceed the last step.
     """
     is_fork = config.ckpt is not None and config.ckpt.resume_dir is not None
     before = settings_of_run(config, clean=clean) if is_fork or RunDir(config.output_dir).has_work() else {}
@@ -388,10 +383,8 @@ def _memory(config: TrainingCommand, parameters: int) -> str:
 
 
 def check_functions(config: TrainerConfig) -> None:
-    """Load the loss and the advantages of the user; the launcher has a child do it: `python -m` this module.
-
-    Raises:
-        ConfigError: a function cannot be loaded, or does not take `loss.args`.
+    """Load the loss and the advantages of the user; the launcher has a child do it: `python -m` this module. Raise
+    ConfigError if a function cannot be loaded, or does not take `loss.args`.
     """
     for name in config.advantages:
         if ":" in name:

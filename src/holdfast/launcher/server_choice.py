@@ -73,10 +73,8 @@ def reserve(host: str, port: int) -> Reservation | None:
 
 
 def reserve_first_free(host: str, first: int, *, count: int = 1) -> list[Reservation]:
-    """Reserve the first `count` free ports in a row from `first` on.
-
-    Raises:
-        ConfigError: there are none among `NUM_CANDIDATES`.
+    """Reserve the first `count` free ports in a row from `first` on. Raise ConfigError if there are none among
+    `NUM_CANDIDATES`.
     """
     last = min(first + NUM_CANDIDATES + count - 2, 65535)
     held: list[Reservation] = []
@@ -162,11 +160,8 @@ def picks_its_port(config: RlConfig) -> bool:
 def chosen_servers(config: RlConfig, *, picks_port: bool) -> Iterator[Servers]:
     """Choose servers, and hold them until the end; then give them back.
 
-    A port that is picked is written into `config`. A dry run holds nothing.
-
-    Raises:
-        InferenceError: exit code 2, the address is taken by another run, another model or another program.
-        ConfigError: no port is free.
+    A port that is picked is written into `config`. A dry run holds nothing. Raise InferenceError with exit code 2 if
+    the address is taken by another run, another model or another program; ConfigError if no port is free.
     """
     choice = _ServerChoice(config)
     try:
@@ -213,11 +208,7 @@ class _ServerChoice:
                 time.sleep(_LOOK_AGAIN_S)  # no event tells when another process lets go of a port
 
     def _choose(self, *, picks_port: bool) -> Servers:
-        """Make the choice.
-
-        Raises:
-            _Taken: the address is not for this run.
-        """
+        """Make the choice. Raise _Taken if the address is not for this run."""
         config = self._config
         own, urls = config.inference.urls, config.orchestrator.client.urls
         for url in urls:
@@ -295,8 +286,7 @@ class _ServerChoice:
         Args:
             anyones: the user named it; otherwise it must be a server of the same user.
 
-        Raises:
-            _Taken: the server belongs to another run.
+        Raise _Taken if the server belongs to another run.
         """
         served = _look(address)
         if served is None:
@@ -322,11 +312,7 @@ class _ServerChoice:
             self._claim(url, served)
 
     def _claim(self, url: str, served: ServedWeights) -> None:
-        """Own the server at `url`.
-
-        Raises:
-            _Taken: another run does.
-        """
+        """Own the server at `url`. Raise _Taken if another run does."""
         owner, me = served.owner, self._me
         if owner is not None and owner.run_id != me.run_id and owner.directory != me.directory:
             raise _Taken(f"the inference server at {url} belongs to the run in {printable(owner.directory)}")
@@ -366,11 +352,7 @@ class _ServerChoice:
 
 
 def _look(url: str) -> ServedWeights | None:
-    """Return what the server at `url` serves; None if nobody listens.
-
-    Raises:
-        _Taken: something else answers.
-    """
+    """Return what the server at `url` serves; None if nobody listens. Raise _Taken if something else answers."""
     try:
         with open_directly(f"{url}{WEIGHTS_ROUTE}", timeout_s=_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(_MOST_BYTES), type=ServedWeights)

@@ -64,12 +64,9 @@ def new_client() -> httpx.AsyncClient:
 
 
 async def ask_once(client: httpx.AsyncClient, request: JudgeRequest) -> ChatReply:
-    """Return the reply to a request; `timeout_s` bounds the whole answer, and the key is in no message.
-
-    Raises:
-        Unavailable: the judge is busy, fails or cannot be reached.
-        JudgeFailure: the judge refuses, or its answer is not a chat completion.
-        JudgeDenied: the key is wrong, or the judge does not know the model.
+    """Return the reply to a request; `timeout_s` bounds the whole answer, and the key is in no message. Raise
+    Unavailable if the judge is busy, fails or cannot be reached; JudgeFailure if the judge refuses, or its answer is
+    not a chat completion; JudgeDenied if the key is wrong, or the judge does not know the model.
     """
     import httpx
 

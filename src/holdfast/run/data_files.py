@@ -73,9 +73,8 @@ def find_files(name: str, *, key: str, split: str | None = None) -> list[DataFil
         key: the setting that has the name.
         split: which files of a directory, if their names tell splits; unset: all.
 
-    Raises:
-        DataError: there is nothing of that name, or a file cannot hold rows.
-        ReadError: a file is there and cannot be read.
+    Raise DataError if there is nothing of that name, or a file cannot hold rows; ReadError if a file is there and
+    cannot be read.
     """
     path = Path(name)
     try:

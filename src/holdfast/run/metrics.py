@@ -42,11 +42,7 @@ def _plain(value: float) -> float | int | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return every complete line of a `metrics.jsonl`.
-
-    Raises:
-        DataError: a line is not JSON; the error names it.
-    """
+    """Return every complete line of a `metrics.jsonl`. Raise DataError that names a line that is not JSON."""
     metrics: list[dict[str, float]] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if line.endswith(b"\n"):

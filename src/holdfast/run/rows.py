@@ -67,9 +67,7 @@ def read_rows(
         prefix: the text before the number of a row of a file; told whether the file is the only one. Unset: `row `,
             after the name of the file among several.
 
-    Raises:
-        DataError: the data set is missing, unreadable or empty.
-        ReadError: a file is there and cannot be read.
+    Raise DataError if the data set is missing, unreadable or empty; ReadError if a file is there and cannot be read.
     """
     files = find_files(name, key=key, split=split)
     if files is None:
@@ -88,10 +86,8 @@ def _prefix(file: DataFile, is_only: bool) -> str:
 
 
 def hub_fingerprint(name: str, *, split: str) -> str:
-    """Return what tells one revision of a hub's dataset from another: `datasets` derives it from the commit.
-
-    Raises:
-        DataError: the dataset is missing, unreadable or empty.
+    """Return what tells one revision of a hub's dataset from another: `datasets` derives it from the commit. Raise
+    DataError if the dataset is missing, unreadable or empty.
     """
     return _hub_table(name, split)._fingerprint  # it has no other name
 
@@ -438,10 +434,8 @@ class TableRows:
 
 
 def _plain_value(type_: pa.DataType, what: str) -> Callable[[Any], Any] | None:
-    """Return what makes a value of JSON of a value of this type; None if it is one.
-
-    Raises:
-        DataError: values of this type are none of JSON.
+    """Return what makes a value of JSON of a value of this type; None if it is one. Raise DataError if values of this
+    type are none of JSON.
     """
     types = pa.types
     if isinstance(type_, pa.JsonType):

@@ -41,11 +41,9 @@ _LEFT = "  not there: random generators, order and position in the data"
 
 
 def export_state(request: Export, form: str) -> Written:
-    """Write the training state of a committed checkpoint, which the caller has verified, as `trainer` or `dcp`.
-
-    Raises:
-        ConfigError: the step is of another program or optimizer, or options do not fit.
-        SaveError: the storage failed; no file is left.
+    """Write the training state of a committed checkpoint, which the caller has verified, as `trainer` or `dcp`. Raise
+    ConfigError if the step is of another program or optimizer, or options do not fit; SaveError if the storage failed;
+    no file is left.
     """
     step, reader = request.step_directory, TensorReader(request.step_directory / TRAINER_DIR)
     listing, path = manifest.read_manifest(step), step / TRAINER_DIR / "config.toml"

@@ -104,11 +104,8 @@ class ForeignState:
 
 
 def read_foreign(directory: Path) -> ForeignState:
-    """Return the training state in `directory`.
-
-    Raises:
-        CheckpointError: it is of another kind, incomplete or damaged, or holds something else than tensors and plain
-            values.
+    """Return the training state in `directory`. Raise CheckpointError if it is of another kind, incomplete or damaged,
+    or holds something else than tensors and plain values.
     """
     trainer = _trainer_state(directory)
     if (directory / ".metadata").exists():

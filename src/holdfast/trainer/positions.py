@@ -36,10 +36,8 @@ class Positions(NamedTuple):
 
 
 def positions_of(name: str) -> Positions | None:
-    """Return the positions of a model, a local directory or of a hub; None: its config.json names none.
-
-    Raises:
-        DataError: transformers has no such kind of model.
+    """Return the positions of a model, a local directory or of a hub; None: its config.json names none. Raise DataError
+    if transformers has no such kind of model.
     """
     config = load_model_config(name).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
@@ -74,8 +72,7 @@ def check_lengths(
         parts: what is trained, and what is held out.
         is_told: whether warnings are reported.
 
-    Raises:
-        DataError: a sample is longer than the model can compute, or `data.strict` refuses the warning.
+    Raise DataError if a sample is longer than the model can compute, or `data.strict` refuses the warning.
     """
     positions = positions_of(config.model.name)
     if positions is None:

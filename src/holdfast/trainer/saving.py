@@ -146,12 +146,9 @@ class Saver:
     def stop(
         self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
     ) -> None:
-        """Save the current step because a signal asked for it, and wait for the commit.
-
-        Raises:
-            Stopped: the step is saved.
-            SaveError: the step could not be saved; `GraceOver`: not within `ckpt.grace_s`, which counts unless SIGINT
-                asked.
+        """Save the current step because a signal asked for it, and wait for the commit. Raise Stopped when the step is
+        saved; SaveError if the step could not be saved; `GraceOver` if not within `ckpt.grace_s`, which counts unless
+        SIGINT asked.
         """
         assert self._config is not None
         name = signal.Signals(self._asked).name

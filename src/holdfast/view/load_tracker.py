@@ -16,10 +16,8 @@ _INSTALLED = ("prometheus",)
 
 
 def check_tracker(name: str, *, key: str) -> None:
-    """Check that a tracker can be used, as far as that can be told without a network.
-
-    Raises:
-        ConfigError: its package is not installed, or the user's class cannot be loaded.
+    """Check that a tracker can be used, as far as that can be told without a network. Raise ConfigError if its package
+    is not installed, or the user's class cannot be loaded.
     """
     if name not in BUILT_IN:
         load_tracker(name, key=key)
@@ -31,10 +29,8 @@ def check_tracker(name: str, *, key: str) -> None:
 
 
 def load_tracker(name: str, *, key: str) -> type[Tracker]:
-    """Return the class of a tracker, built in or the user's.
-
-    Raises:
-        ConfigError: the user's class cannot be loaded, or is not a tracker.
+    """Return the class of a tracker, built in or the user's. Raise ConfigError if the user's class cannot be loaded, or
+    is not a tracker.
     """
     if name in BUILT_IN:
         from holdfast.view import backends

@@ -131,10 +131,8 @@ def document_of(run: ObservedRun) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Show one run or several until Ctrl-C; return the exit code, 0.
-
-    Raises:
-        ConfigError: a mistake on the command line, or a directory that holds no run.
+    """Show one run or several until Ctrl-C; return the exit code, 0. Raise ConfigError for a mistake on the command
+    line, or a directory that holds no run.
     """
     arguments = _parse(argv)
     for path in arguments.runs:

@@ -290,11 +290,8 @@ def library() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Write the report that `argv` asks for; return the exit code.
-
-    Raises:
-        ConfigError: a path is not a run.
-        DataError: the page cannot be written.
+    """Write the report that `argv` asks for; return the exit code. Raise ConfigError if a path is not a run; DataError
+    if the page cannot be written.
     """
     arguments = parse(argv)
     to = arguments.to or arguments.runs[0] / "report.html"
@@ -334,10 +331,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Return what is there of some runs, each once, with names that differ.
-
-    Raises:
-        ConfigError: a path is not a run.
-    """
+    """Return what is there of some runs, each once, with names that differ. Raise ConfigError if a path is not a run."""
     paths = list(dict.fromkeys(path.absolute() for path in paths))
     return [replace(read_run(path), name=name) for path, name in zip(paths, short_names(paths), strict=True)]

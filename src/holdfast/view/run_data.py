@@ -52,11 +52,7 @@ class Columns:
 
 
 def read_columns(path: Path) -> Columns:
-    """Return the metrics in a `metrics.jsonl`; none if it does not exist.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the metrics in a `metrics.jsonl`; none if it does not exist. Raise OSError if it cannot be read."""
     rows: dict[float, dict[str, float | None]] = {}
     damaged = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
@@ -125,11 +121,8 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Return what is there of the run in `path`.
-
-    Raises:
-        ConfigError: there is none.
-        OSError: something cannot be read.
+    """Return what is there of the run in `path`. Raise ConfigError if there is none; OSError if something cannot be
+    read.
     """
     run_dir = RunDir(path)
     is_evaluation = (path / SUMMARY_NAME).is_file() or (path / "evaluation.json").is_file()

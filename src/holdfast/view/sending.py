@@ -71,10 +71,8 @@ def label_of(tracker: str) -> str:
 
 
 def take_cursor(run_dir: RunDir, tracker: str) -> Cursor:
-    """Return the cursor of a tracker, and keep other processes from it.
-
-    Raises:
-        RunDirError: another process sends to this tracker, or the cursor is damaged.
+    """Return the cursor of a tracker, and keep other processes from it. Raise RunDirError if another process sends to
+    this tracker, or the cursor is damaged.
     """
     path = _path(run_dir, tracker)
     atomic.make_directory(path.parent)
@@ -104,11 +102,8 @@ class TrackerFailed(HoldfastError):
 
 
 class Sending:
-    """Sends one run to one tracker; `step` is the last step that the tracker has.
-
-    Raises:
-        RunDirError: another process sends it there.
-        ConfigError: the tracker is unknown.
+    """Sends one run to one tracker; `step` is the last step that the tracker has. Raise RunDirError if another process
+    sends it there; ConfigError if the tracker is unknown.
     """
 
     def __init__(self, run_dir: RunDir, name: str, config: TrackingConfig) -> None:
@@ -118,10 +113,8 @@ class Sending:
         self.step = 0
 
     def send(self, is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep) -> None:
-        """Send old and new metrics until `is_over`; return when the tracker has all of them.
-
-        Raises:
-            TrackerFailed: by whatever the tracker raised.
+        """Send old and new metrics until `is_over`; return when the tracker has all of them. Raise TrackerFailed for
+        whatever the tracker raised.
         """
         try:
             self._tracker = self._class()
@@ -197,10 +190,8 @@ class Sending:
 
 
 def new_steps(lines: Tail) -> list[tuple[int, dict[str, float]]]:
-    """Return step and numbers of new lines of `metrics.jsonl`, some hundreds at most.
-
-    Raises:
-        OSError: the file cannot be read.
+    """Return step and numbers of new lines of `metrics.jsonl`, some hundreds at most. Raise OSError if the file cannot
+    be read.
     """
     found = list(islice(lines, _MAX_LINES))
     if lines.failure is not None:

@@ -56,8 +56,7 @@ class WebServer(socketserver.ThreadingTCPServer):
     Args:
         answer: from the path of a request to its answer.
 
-    Raises:
-        ConfigError: the address is in use, or not an address of this machine.
+    Raise ConfigError if the address is in use, or not an address of this machine.
     """
 
     daemon_threads = True
@@ -155,11 +154,7 @@ class LivePage:
             time.sleep(max(_PAUSE_S, (time.process_time() - begin) * (1 / _SHARE - 1)))
 
     def make(self) -> None:
-        """Make the page.
-
-        Raises:
-            HoldfastError, OSError: the files of the run cannot be read.
-        """
+        """Make the page. Raise HoldfastError or OSError if the files of the run cannot be read."""
         # Not at the top: these take seconds, and this process has given way by now.
         from holdfast.view.report import Live, library, page_of, read_runs, render
 

@@ -294,11 +294,7 @@ class Checkpoints:
 
 
 def look_at_checkpoints(directory: Path) -> Checkpoints:
-    """Return the newest checkpoints.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Return the newest checkpoints. Raise OSError if the directory cannot be read."""
     entries = list_entries(directory)
     good = next((entry for entry in reversed(entries) if entry.status == "committed"), None)
     after = [entry for entry in entries if good is None or entry.step > good.step]

@@ -40,12 +40,8 @@ _MAX_HOME_BYTES = 107 - 48 - 8
 def main(argv: list[str]) -> int:
     """Send the run to each tracker, one after the other; return 0.
 
-    A run that is being trained is followed to its end.
-
-    Raises:
-        ConfigError: the run or the tracker does not exist, or the package of the tracker is missing.
-        RunDirError: the run itself sends there.
-        TrackerFailed: a tracker did.
+    A run that is being trained is followed to its end. Raise ConfigError if the run or the tracker does not exist, or
+    the package of the tracker is missing; RunDirError if the run itself sends there; TrackerFailed if a tracker did.
     """
     parser = Parser(prog="track", description="Send to experiment trackers the steps of a run that they lack.")
     add_run(parser)
@@ -75,10 +71,8 @@ def main(argv: list[str]) -> int:
 
 
 def _settings(run_dir: RunDir, given: dict[str, Any]) -> TrackingConfig:
-    """Return the settings of the newest attempt that has some, with the `given` values in their place.
-
-    Raises:
-        ConfigError: there are none, or no tracker has such a name.
+    """Return the settings of the newest attempt that has some, with the `given` values in their place. Raise
+    ConfigError if there are none, or no tracker has such a name.
     """
     found = {}
     for attempt in range(run_dir.next_attempt() - 1, 0, -1):
@@ -111,11 +105,7 @@ def use_scratch() -> None:
 
 
 def _send(run_dir: RunDir, name: str, config: TrackingConfig) -> None:
-    """Send until SIGTERM.
-
-    Raises:
-        TrackerFailed: the launcher starts this process again.
-    """
+    """Send until SIGTERM. Raise TrackerFailed, after which the launcher starts this process again."""
     with EndSignals(signal.SIGTERM) as stop:
         # Only the launcher says when the run is over: a scheduler may signal every process.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):

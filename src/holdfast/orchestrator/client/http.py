@@ -129,13 +129,11 @@ class HttpTransport:
         headers: dict[str, str] | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> bytes:
-        """Return the body of a good answer of at most `most_bytes`; `timeout_s` None: the deadline of a probe.
-
-        Raises:
-            Unavailable: there was no connection, or it broke; the server failed, is not ready, is busy, serves other
-                weights, did not answer a probe in time, or is not well after `timeout_s`.
-            InferenceError: the server refused, or its answer is too long. If it could not read the weights, the error
-                has the exit code of a failed storage.
+        """Return the body of a good answer of at most `most_bytes`; `timeout_s` None: the deadline of a probe. Raise
+        Unavailable if there was no connection, or it broke; if the server failed, is not ready, is busy, serves other
+        weights, did not answer a probe in time, or is not well after `timeout_s`. Raise InferenceError if the server
+        refused, or its answer is too long; with the exit code of a failed storage if the server could not read the
+        weights.
         """
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}

@@ -201,8 +201,7 @@ def packed_attention(
     Returns:
         (1, T, H, D) or (B, L, H, D), and no weights.
 
-    Raises:
-        DataError: the model calls attention with an unknown argument.
+    Raise DataError if the model calls attention with an unknown argument.
     """
     unknown = sorted(name for name, given in others.items() if given is not None and name not in IRRELEVANT)
     if unknown or is_causal is False:

@@ -57,10 +57,8 @@ Kind = type[AutoModelForCausalLM | AutoModelForSequenceClassification]
 def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
     """Return the transformers model of a config, on torch's default device.
 
-    `packed` attention is set later: some models choose between other attentions when they are built.
-
-    Raises:
-        DataError: transformers does not have the model, or cannot build the model with `model.attention`.
+    `packed` attention is set later: some models choose between other attentions when they are built. Raise DataError if
+    transformers does not have the model, or cannot build the model with `model.attention`.
     """
     attention = "eager" if config.attention == "packed" else config.attention
     try:
@@ -100,8 +98,7 @@ def filler(
         seed: of random weights, and of new adapters.
         drawn: tensors, the same on every rank, that no file has.
 
-    Raises:
-        DataError: the weights cannot be read, or another model's.
+    Raise DataError if the weights cannot be read, or another model's.
     """
     drawn = drawn or {}
     with RankGroup() as ranks:
@@ -158,8 +155,7 @@ def open_weights(
         hf_model: its names, shapes and config count; it may be on the meta device.
         without: tensors that need not be in the files.
 
-    Raises:
-        DataError: there are no safetensors files, they are damaged, or belong to another model.
+    Raise DataError if there are no safetensors files, they are damaged, or belong to another model.
     """
     check_weights_path(name)
     where = f"model.name = '{name}'"

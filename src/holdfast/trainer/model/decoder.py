@@ -119,8 +119,7 @@ class DecoderModel(nn.Module):
         Args:
             packed_index: layout of samples if the single row is packed.
 
-        Raises:
-            DataError: a sample is longer than `longest_sample`.
+        Raise DataError if a sample is longer than `longest_sample`.
         """
         longest = input_ids_BL.shape[1] if packed_index is None else packed_index.max_len
         if self.longest_sample is not None and longest > self.longest_sample:

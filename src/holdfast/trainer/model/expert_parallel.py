@@ -70,8 +70,7 @@ def divide_experts(hf_model: PreTrainedModel, mesh: DeviceMesh, *, name: str) ->
     Args:
         name: `model.name`.
 
-    Raises:
-        DataError: transformers has no plan for such models, or the ranks do not divide the number of experts.
+    Raise DataError if transformers has no plan for such models, or the ranks do not divide the number of experts.
     """
     ranks, holders = mesh["ep"].size(), _holders(hf_model)
     where = f"parallel.expert_parallel = {ranks}: "

@@ -105,8 +105,7 @@ def find_layout(
         attention: as configured; with `packed`, models that cannot be packed use another attention.
         longest: most tokens of a sample.
 
-    Raises:
-        DataError: the configured attention differs from the model's attention.
+    Raise DataError if the configured attention differs from the model's attention.
     """
     record = _Record({"packed": "packed_index", **dict.fromkeys(_BY_MASK)}.get(attention, "cu_seq_lens_q"))
     # False for a model that chose its attention when it was built; another attention could fail.

@@ -92,8 +92,7 @@ def check_model(
         dtype: of the forward pass.
         share: whether samples of a row share the tokens of their prompt.
 
-    Raises:
-        DataError: they differ by more than rounding, or one sample changes another.
+    Raise DataError if they differ by more than rounding, or one sample changes another.
     """
     share = share and model.layout.shares
     arrangement = model.layout.arrangement(pack=pack)

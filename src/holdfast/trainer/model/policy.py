@@ -121,8 +121,7 @@ def build_policy(
         weights: whether to fill in weights; if False, load them from a checkpoint.
         like: another policy of the same kind, whose layout is taken over; no weights are filled in then.
 
-    Raises:
-        DataError: the model directory is missing, incomplete or of an unknown kind.
+    Raise DataError if the model directory is missing, incomplete or of an unknown kind.
     """
     model_config = load_model_config(config.name)
     if is_classifier(model_config):

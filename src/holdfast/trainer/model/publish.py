@@ -100,8 +100,7 @@ class WeightPublisher:
             for_engines: write only the adapter, if the policy has one.
             offers: offer whole weights to engines before they are written; None on all ranks except rank 0.
 
-        Raises:
-            DataError: engines could not use the adapter.
+        Raise DataError if engines could not use the adapter.
         """
         adapter_alone = for_engines and self._adapters is not None
         if adapter_alone and self._adapters is not None and (regrouped := self._adapters.base.regrouped):

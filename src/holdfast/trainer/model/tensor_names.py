@@ -47,10 +47,7 @@ def names_in_files(name: str) -> list[str] | None:
     """Return the names of the tensors in the files of a local directory or hub model; None if it has no weights.
 
     The `model` directory of a checkpoint has no weights. It has a list of the names if they differ from the names in
-    memory.
-
-    Raises:
-        DataError: its files cannot be read.
+    memory. Raise DataError if its files cannot be read.
     """
     try:
         if (listed := Path(name) / NAMES_NAME).is_file():
@@ -128,8 +125,7 @@ class TensorLayout:
     Attributes:
         names: of the tensors in files.
 
-    Raises:
-        DataError: transformers cannot revert its conversions.
+    Raise DataError if transformers cannot revert its conversions.
     """
 
     def __init__(self, hf_model: PreTrainedModel, file_names: Iterable[str] | None) -> None:

@@ -60,8 +60,7 @@ def build_scalar_model(
         head: values of a new head. `random`, for a reward model, is normal with standard deviation 1 / sqrt(H + 1)
             (Stiennon et al. 2020, "Learning to summarize from human feedback"); `zero` is for a critic.
 
-    Raises:
-        DataError: the model directory is missing, incomplete, of an unknown kind, or has several labels.
+    Raise DataError if the model directory is missing, incomplete, of an unknown kind, or has several labels.
     """
     model_config = load_model_config(config.name)
     if is_classifier(model_config) and model_config.num_labels != 1:

@@ -51,8 +51,7 @@ class WeightOffers:
     Args:
         device: of the trainer: NCCL sends from a GPU to GPUs, gloo from a CPU to any.
 
-    Raises:
-        ConfigError: this machine cannot listen at `config.host`.
+    Raise ConfigError if this machine cannot listen at `config.host`.
     """
 
     def __init__(self, run_dir: RunDir, config: CollectiveWeights, device: torch.device) -> None:

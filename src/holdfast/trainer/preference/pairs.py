@@ -97,8 +97,7 @@ def load_pairs(
         formats: of rows, the first that fits the first row.
         mesh: the ranks, if there are several: all get all pairs. Collective then.
 
-    Raises:
-        ConfigError, DataError: the dataset is missing, lacks columns, or has a pair that cannot be used.
+    Raise ConfigError or DataError if the dataset is missing, lacks columns, or has a pair that cannot be used.
     """
     sides, _ = read_samples(config, chat_tokenizer(tokenizer), formats, mesh=mesh)
     return usable_pairs(config, sides, is_told=mesh is None or mesh.is_main)
@@ -110,8 +109,7 @@ def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample], *, is_to
     Args:
         is_told: whether warnings are reported.
 
-    Raises:
-        DataError: there is none, or `config` refuses data with warnings.
+    Raise DataError if there is none, or `config` refuses data with warnings.
     """
     pairs: list[Pair] = []
     faults: dict[Fault, list[int]] = {"too long": [], "untrained": [], "equal": []}
@@ -191,9 +189,8 @@ def load_answers(
     Args:
         mesh: the ranks, if there are several: all get all answers. Collective then.
 
-    Raises:
-        ConfigError, DataError: the dataset is missing, lacks columns, has a row that cannot be used, or has one prompt
-            only.
+    Raise ConfigError or DataError if the dataset is missing, lacks columns, has a row that cannot be used, or has one
+    prompt only.
     """
     samples, form = read_samples(config, chat_tokenizer(tokenizer), ANSWER_FORMATS, mesh=mesh)
     is_told = mesh is None or mesh.is_main
@@ -280,11 +277,7 @@ def _mismatched(answer: Sample, other: Sample) -> Sample:
 
 
 def split_preferences(preferences: list[P], fraction: float, *, seed: int) -> tuple[list[P], list[P]]:
-    """Return (training, validation); what is of one row is on one side.
-
-    Raises:
-        DataError: nothing is left to train on.
-    """
+    """Return (training, validation); what is of one row is on one side. Raise DataError if nothing is left to train on."""
     held_out = hold_out(len({preference.row for preference in preferences}), fraction, seed=seed)
     training = [preference for preference in preferences if preference.row not in held_out]
     if not training:

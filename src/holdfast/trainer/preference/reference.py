@@ -113,12 +113,7 @@ class ReferenceTable:
 
     @classmethod
     def read(cls, path: Path) -> ReferenceTable:
-        """Return what a file holds.
-
-        Raises:
-            CheckpointError: it is damaged.
-            OSError: it cannot be read.
-        """
+        """Return what a file holds. Raise CheckpointError if it is damaged; OSError if it cannot be read."""
         data = path.read_bytes()
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
@@ -144,8 +139,7 @@ class ReferenceWork(Generic[P]):
         preferences: all pairs of the data.
         training, held_out: the trained ones, and the ones for validation.
 
-    Raises:
-        CheckpointError: the checkpoint resumed from has none, or a reference of other pairs.
+    Raise CheckpointError if the checkpoint resumed from has none, or a reference of other pairs.
     """
 
     config: DpoConfig
@@ -174,9 +168,7 @@ class ReferenceWork(Generic[P]):
 
     def _resumed(self, fingerprint: str) -> ReferenceTable:
         """Return the checkpoint's table. If it is damaged: the run's table if both are equal, else an empty table.
-
-        Raises:
-            CheckpointError: it is about other pairs, or not whole and from who knows which weights.
+        Raise CheckpointError if it is about other pairs, or not whole and from who knows which weights.
         """
         table, damage = None, None
         try:
@@ -221,11 +213,9 @@ class ReferenceWork(Generic[P]):
         return self._run_dir.checkpoint(self._step) / TRAINER_DIR / REFERENCE_NAME
 
     def compute_beside(self) -> None:
-        """Compute what needs a model that is not the policy; it is in memory meanwhile, and no longer.
-
-        Raises:
-            DataError: it cannot be loaded, or knows the policy's tokens by other ids.
-            CheckpointError: the checkpoint was made with other weights of the reference.
+        """Compute what needs a model that is not the policy; it is in memory meanwhile, and no longer. Raise DataError
+        if it cannot be loaded, or knows the policy's tokens by other ids; CheckpointError if the checkpoint was made
+        with other weights of the reference.
         """
         name = self.config.reference_model
         if name is None and not (self._step and self._missing()):
@@ -295,11 +285,8 @@ class ReferenceWork(Generic[P]):
         return wanted & set(np.flatnonzero(np.isnan(self.table.logprobs_P2).any(axis=1)).tolist())
 
     def _compute(self, model: Policy) -> None:
-        """Fill in what is missing under the weights of `model` as they are now, without dropout.
-
-        Raises:
-            CheckpointError: the known numbers were computed with other weights.
-            Stopped: a signal came; what is computed is kept.
+        """Fill in what is missing under the weights of `model` as they are now, without dropout. Raise CheckpointError
+        if the known numbers were computed with other weights; Stopped if a signal came; what is computed is kept.
         """
         table, mesh, config = self.table, self.mesh, self.config.data
         digest = digest_of(base_tensors(model.hf_model) | trained_tensors(model.hf_model))
@@ -467,11 +454,8 @@ def _advice(path: Path) -> str:
 
 
 def read_saved(path: Path) -> ReferenceTable:
-    """Return what a run wrote to `path` of a checkpoint.
-
-    Raises:
-        CheckpointError: it is not there, or damaged.
-        OSError: it cannot be read.
+    """Return what a run wrote to `path` of a checkpoint. Raise CheckpointError if it is not there, or damaged; OSError
+    if it cannot be read.
     """
     entry = read_manifest(path.parent.parent).files.get(f"{TRAINER_DIR}/{path.name}")
     if entry is None:

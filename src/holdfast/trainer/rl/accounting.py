@@ -48,31 +48,25 @@ class Ledger:
             self._accepted, self._state = read_state(path, step=progress.step)
 
     def accept(self, batch: Batch) -> None:
-        """Check that `batch` is what the orchestrator's state says comes next; call it before training.
-
-        Raises:
-            TrainingError: tasks are missing, come again, or are out of order.
-            CheckpointError: the state cannot be read.
+        """Check that `batch` is what the orchestrator's state says comes next; call it before training. Raise
+        TrainingError if tasks are missing, come again, or are out of order; CheckpointError if the state cannot be
+        read.
         """
         accepted, state = read_state(self._run_dir.batch(batch.step) / STATE_NAME, step=batch.step)
         check_tasks(batch, before=self._accepted, after=accepted)
         self._accepted, self._state = accepted, state
 
     def attachments(self) -> dict[str, bytes]:
-        """Return the orchestrator's state to save with the current step.
-
-        Raises:
-            TrainingError: it does not count what was trained; nothing may be saved then.
+        """Return the orchestrator's state to save with the current step. Raise TrainingError if it does not count what
+        was trained; nothing may be saved then.
         """
         check_trained(self._accepted, self._progress)
         return {f"{ORCHESTRATOR_DIR}/{STATE_NAME}": self._state}
 
 
 def check_trained(accepted: Accepted, progress: Progress) -> None:
-    """Check that the orchestrator counts up to a step what the trainer has trained up to it.
-
-    Raises:
-        TrainingError: naming the step and both numbers.
+    """Check that the orchestrator counts up to a step what the trainer has trained up to it. Raise TrainingError that
+    names the step and both numbers.
     """
     counts = {
         "steps": (accepted.step, progress.step),
@@ -91,10 +85,8 @@ def check_trained(accepted: Accepted, progress: Progress) -> None:
 def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
     """Check that a batch holds or drops exactly the tasks between two states of the orchestrator.
 
-    A task is there once: as a whole group, as large as the state after it says, or as dropped with its reason.
-
-    Raises:
-        TrainingError: naming step, environment and task.
+    A task is there once: as a whole group, as large as the state after it says, or as dropped with its reason. Raise
+    TrainingError that names step, environment and task.
     """
     groups: dict[str, dict[int, list[Rollout]]] = {}
     for rollout in batch.rollouts:

@@ -74,11 +74,8 @@ def rloo(rewards_G: Sequence[float]) -> list[float]:
 def max_rl(rewards_G: Sequence[float]) -> list[float]:
     """Return `(r_i - mean(r)) / mean(r)` (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
 
-    The rarer a reward is in its group, the more it counts.
-    Rewards are at least 0, such as 1 for success. Equal rewards, all 0 too, give exactly 0.
-
-    Raises:
-        TrainingError: a reward is negative.
+    The rarer a reward is in its group, the more it counts. Rewards are at least 0, such as 1 for success. Equal
+    rewards, all 0 too, give exactly 0. Raise TrainingError if a reward is negative.
     """
     if min(rewards_G) < 0:
         raise TrainingError(
@@ -96,10 +93,7 @@ def pass_at_k(rewards_G: Sequence[float], *, k: int) -> list[float]:
     raises pass@k; times k / G it is `s^(loo - 1)` of Walder and Karkhanis 2025, "Pass@K Policy Optimization", and with
     k = G the estimate of Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
     Reinforcement Learning": the best less the second best for the best, 0 for the others (verl's `grpo_passk` without
-    its division by the std). It is never negative.
-
-    Raises:
-        TrainingError: there are fewer than `k` rollouts.
+    its division by the std). It is never negative. Raise TrainingError if there are fewer than `k` rollouts.
     """
     size = len(rewards_G)
     if size < k:
@@ -150,10 +144,7 @@ def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
 
     A reward with a large spread does not drown the others (Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization
     Policy Optimization"; TRL's `multi_objective_aggregation = "normalize_then_sum"`). Mean and sample std of the batch
-    count rollouts.
-
-    Raises:
-        TrainingError: there are rewards of parts, which have no weight.
+    count rollouts. Raise TrainingError if there are rewards of parts, which have no weight.
     """
     if any(len(one.step_rewards) for group in groups for one in group):
         raise TrainingError(

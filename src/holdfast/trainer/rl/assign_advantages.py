@@ -46,11 +46,8 @@ Advantage = Callable[[Groups], Sequence[Sequence[AdvantageValue]]]
 def build_advantage(config: TrainerConfig) -> Advantage:
     """Return what gives every rollout of a batch the advantage of its environment, times the environment's weight.
 
-    An advantage that normalises over the batch normalises over its own groups.
-
-    Raises:
-        ConfigError: a function of the user cannot be loaded.
-        TrainingError: (of the returned function) a group of one where rollouts are compared.
+    An advantage that normalises over the batch normalises over its own groups. Raise ConfigError if a function of the
+    user cannot be loaded. The returned function raises TrainingError for a group of one where rollouts are compared.
     """
     sections: list[AdvantageConfig] = []
     for section in (config.advantage, *map(config.advantage_of, config.environments)):
@@ -80,11 +77,9 @@ def _scaled(value: AdvantageValue, scale: float) -> AdvantageValue:
 def build_named_advantage(section: AdvantageConfig, config: TrainerConfig) -> Advantage:
     """Return the advantage of a type: a built-in one, or the user's `module:function`.
 
-    A function of the user gets the rollouts of the batch as a list of lists of `ScoredRollout`, problem by problem,
-    and returns as many values: finite numbers, or sequences of one for each sampled token.
-
-    Raises:
-        ConfigError: the user's function cannot be loaded.
+    A function of the user gets the rollouts of the batch as a list of lists of `ScoredRollout`, problem by problem, and
+    returns as many values: finite numbers, or sequences of one for each sampled token. Raise ConfigError if the user's
+    function cannot be loaded.
     """
     if section.type not in ADVANTAGES:
         return _user_advantage(section.type)
@@ -102,10 +97,8 @@ def build_named_advantage(section: AdvantageConfig, config: TrainerConfig) -> Ad
 
 
 def require_siblings(groups: Groups, name: str) -> None:
-    """Refuse a group of one where the advantage `name` compares the rollouts of a group.
-
-    Raises:
-        TrainingError: there is one; says which.
+    """Refuse a group of one where the advantage `name` compares the rollouts of a group. Raise TrainingError that says
+    which if there is one.
     """
     alone = next((group[0] for group in groups if len(group) < 2), None)
     if name in GROUP_ADVANTAGES and alone is not None:
@@ -190,8 +183,7 @@ def add_distillation(samples: Sequence[Sample], coef: float) -> dict[str, float]
     Returns:
         `distillation/kl`: the mean over the targets of `log policy - log teacher`, which estimates that divergence.
 
-    Raises:
-        DataError: there are no log-probabilities of a teacher.
+    Raise DataError if there are no log-probabilities of a teacher.
     """
     divergences = [0.0]
     for sample in samples:

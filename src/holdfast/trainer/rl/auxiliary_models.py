@@ -61,10 +61,8 @@ class Critic:
         self.model.train()
 
     def update(self, minibatch: Minibatch, *, lr: float) -> None:
-        """Take one optimizer step towards the returns of the minibatch: the mean over its tokens. Collective.
-
-        Raises:
-            TrainingError: loss or gradient is not finite; nothing was changed.
+        """Take one optimizer step towards the returns of the minibatch: the mean over its tokens. Collective. Raise
+        TrainingError if loss or gradient is not finite; nothing was changed.
         """
         # At least 1: a minibatch may have nothing to train, and still every rank must take part.
         num_targets = max(1, minibatch.num_targets)
@@ -161,11 +159,7 @@ class FrozenModel(State):
         return {"name": self._name, "digest": self._digest}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Check that the run began with this model.
-
-        Raises:
-            CheckpointError: it is another.
-        """
+        """Check that the run began with this model. Raise CheckpointError if it is another."""
         if values["digest"] != self._digest:
             raise CheckpointError(
                 f"{self._key} = '{self._name}' holds other weights than those that the run began with "
@@ -184,8 +178,7 @@ class SyncedReference(State):
         name: directory or hub name of the reference that the run begins with.
         policy: the weights that it will follow, by name.
 
-    Raises:
-        DataError: policy and reference are models of other shapes.
+    Raise DataError if policy and reference are models of other shapes.
     """
 
     def __init__(self, name: str, hf_model: PreTrainedModel, policy: Mapping[str, Tensor], *, interval: int) -> None:
@@ -219,8 +212,7 @@ class RewardModel:
         name: directory that `reward-model` published, or a hub model with one score; with the policy's tokenizer.
         model_config: how it is held in memory.
 
-    Raises:
-        DataError: it cannot be loaded, is not a reward model, or knows the policy's tokens by other ids.
+    Raise DataError if it cannot be loaded, is not a reward model, or knows the policy's tokens by other ids.
     """
 
     def __init__(self, name: str, model_config: TrainedModelConfig, mesh: Mesh) -> None:

@@ -66,11 +66,8 @@ def target_values(sample: Sample, key: str) -> np.ndarray:
 def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sample]:
     """Return one sample per rollout, with all its branches: the sampler's log-prob and the version age of each token.
 
-    Age is `trained_version` minus the version that sampled the token. The log-probs of a teacher are those
-    under the reference.
-
-    Raises:
-        DataError: a rollout's arrays do not fit together.
+    Age is `trained_version` minus the version that sampled the token. The log-probs of a teacher are those under the
+    reference. Raise DataError if a rollout's arrays do not fit together.
     """
     return [_to_sample(rollout, trained_version) for rollout in rollouts]
 

@@ -23,11 +23,9 @@ from holdfast.trainer.rl.rewards import RunningMoments
 
 
 class RlComponents:
-    """The components of one run; A component that the configuration does not need is None. Collective to make.
-
-    Raises:
-        ConfigError: a setting is missing.
-        DataError: a model cannot be loaded, or knows the policy's tokens by other ids.
+    """The components of one run; A component that the configuration does not need is None. Collective to make. Raise
+    ConfigError if a setting is missing; DataError if a model cannot be loaded, or knows the policy's tokens by other
+    ids.
     """
 
     def __init__(self, config: TrainerConfig, mesh: Mesh) -> None:
@@ -78,8 +76,7 @@ class RlComponents:
         Args:
             policy: with the weights that a new run begins with.
 
-        Raises:
-            DataError: the reference does not fit the policy.
+        Raise DataError if the reference does not fit the policy.
         """
         tensors, kl = trained_tensors(policy.hf_model), self._config.kl
         if self._config.ema is not None:
@@ -108,10 +105,8 @@ class RlComponents:
             self.synced.after_step(step, tensors)
 
     def check_models(self) -> None:
-        """Compare every model beside the policy with transformers' own forward pass. Collective.
-
-        Raises:
-            DataError: one differs.
+        """Compare every model beside the policy with transformers' own forward pass. Collective. Raise DataError if one
+        differs.
         """
         config, mesh, dtype = self._config, self._mesh, self._config.model.compute_dtype
         share = config.share_prompts

@@ -181,8 +181,7 @@ class KlCoefficient(State):
             kl: mean over the sequences of the batch of k1 summed over their tokens, at the time of the rollout.
             num_episodes: sequences of the batch, on all ranks.
 
-        Raises:
-            TrainingError: `kl` is NaN or infinite.
+        Raise TrainingError if `kl` is NaN or infinite.
         """
         if not math.isfinite(kl):
             raise TrainingError(

@@ -302,10 +302,8 @@ def build_policy_loss(config: AnyPolicyLoss) -> PolicyLoss:
 
     A built-in loss is - sum_t w_t c_t objective_t, with the weights w of `aggregation` and the factors c of
     `correction`. Your own function is called as `function(data, **config.args)`, where `data` has both. It returns the
-    loss, a scalar, and counts of tokens by name.
-
-    Raises:
-        ConfigError: the function cannot be loaded, or does not accept `config.args`.
+    loss, a scalar, and counts of tokens by name. Raise ConfigError if the function cannot be loaded, or does not accept
+    `config.args`.
     """
     inner = _user_loss(config) if isinstance(config, OwnLoss) else _built_in_loss(config)
 

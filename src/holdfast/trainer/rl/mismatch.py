@@ -96,8 +96,7 @@ class MismatchCheck:
             is_foreign: other weights than the trainer's before this step sampled the rollouts; nothing is compared.
             is_truncated: the distributions that they were sampled from were.
 
-        Raises:
-            TrainingError: the engine computes another model.
+        Raise TrainingError if the engine computes another model.
         """
         # A teacher's rollouts have no versions.
         self._limit = mismatch_limit(self._config, is_truncated=is_truncated)
@@ -136,9 +135,7 @@ class MismatchCheck:
 
     def before_update(self, step: int, statistics: PolicyStatistics) -> None:
         """Compare what the forward passes of the step's first update found, before it changes anything. Collective.
-
-        Raises:
-            TrainingError: the engine computes another model.
+        Raise TrainingError if the engine computes another model.
         """
         if not self._is_comparable or self._is_random:
             return

@@ -150,8 +150,7 @@ def rewards_of_batch(
         samples: of the rollouts.
         moments: of all rewards so far; updated.
 
-    Raises:
-        TrainingError: an environment does not give what `rewards.weights` names.
+    Raise TrainingError if an environment does not give what `rewards.weights` names.
     """
     metrics = dict[str, float]()
     weights = config.rewards.weights or {OWN_REWARD: 1.0}

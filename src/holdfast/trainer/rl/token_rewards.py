@@ -88,10 +88,8 @@ def _of_targets(sample: Sample, name: str) -> np.ndarray | None:
 
 
 def _steps(rollout: Rollout, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of the parts that have rewards, as indices of the sampled tokens, and the rewards.
-
-    Raises:
-        DataError: a part does not end with a sampled token.
+    """Return the ends of the parts that have rewards, as indices of the sampled tokens, and the rewards. Raise
+    DataError if a part does not end with a sampled token.
     """
     if rollout.step_rewards is None:
         return np.zeros(0, dtype=np.int64), np.zeros(0)

@@ -193,9 +193,8 @@ class Learner:
             is_foreign: other weights than the published ones of its version sampled it, so its log-probabilities
                 say nothing about whether the engine computes the same model.
 
-        Raises:
-            TrainingError: something is not finite, or the engine computes another model; then the step must not
-                be published or saved.
+        Raise TrainingError if something is not finite, or the engine computes another model; then the step must not be
+        published or saved.
         """
         step, config, components = batch.step, self._config, self._components
         rollouts = batch.rollouts
@@ -417,11 +416,7 @@ class Learner:
 
 
 def _check_cuts(batch: Batch, config: TrainerConfig) -> None:
-    """Refuse a divergence between distributions that have different tokens.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
+    """Refuse a divergence between distributions that have different tokens. Raise ConfigError if it is asked for."""
     cut = next((rollout for rollout in batch.rollouts if rollout.sampling.is_truncated), None)
     if batch.weights_digest and config.kl is not None and cut is not None:
         raise ConfigError(
