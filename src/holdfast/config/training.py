@@ -173,7 +173,7 @@ class ParallelConfig(Section):
         return self
 
     def check_ranks(self, world_size: int) -> None:
-        """Check that all ranks, of all machines, can be divided as the settings say. Raise ValueError if they cannot."""
+        """Check that all ranks, of all machines, can be divided as the settings say. Raise ValueError if not."""
         for name, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
             if world_size % size:
                 raise ValueError(

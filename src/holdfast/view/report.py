@@ -331,6 +331,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Return what is there of some runs, each once, with names that differ. Raise ConfigError if a path is not a run."""
+    """Return what is there of some runs, each once, with names that differ. Raise ConfigError for no run."""
     paths = list(dict.fromkeys(path.absolute() for path in paths))
     return [replace(read_run(path), name=name) for path, name in zip(paths, short_names(paths), strict=True)]

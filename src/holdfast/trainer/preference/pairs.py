@@ -277,7 +277,7 @@ def _mismatched(answer: Sample, other: Sample) -> Sample:
 
 
 def split_preferences(preferences: list[P], fraction: float, *, seed: int) -> tuple[list[P], list[P]]:
-    """Return (training, validation); what is of one row is on one side. Raise DataError if nothing is left to train on."""
+    """Return (training, validation); what is of one row is on one side. Raise DataError if nothing is left."""
     held_out = hold_out(len({preference.row for preference in preferences}), fraction, seed=seed)
     training = [preference for preference in preferences if preference.row not in held_out]
     if not training:
