@@ -1,0 +1,76 @@
+"""The types of the names that `__init__.py` loads when they are asked for."""
+
+from holdfast.chat.messages import Message
+from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
+from holdfast.config.environments import JudgeConfig
+from holdfast.config.policy_losses import PolicyLossConfig
+from holdfast.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HoldfastError,
+    ProcessKilled,
+    RankLost,
+    ReadError,
+    SaveError,
+)
+from holdfast.orchestrator.env.harness import Endpoint, HarnessEnvironment
+from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
+from holdfast.orchestrator.env.judge import Judge, Judgement
+from holdfast.orchestrator.judge_client import judging
+from holdfast.orchestrator.state import TaskSeed
+from holdfast.protocol.inference import Completion
+from holdfast.protocol.rollouts import Logprobs, TokenIds
+from holdfast.run.checkpoints import BestMetric, Retention
+from holdfast.run.metrics import read_metrics
+from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
+from holdfast.trainer.checkpoint.init_from import load_weights_only
+from holdfast.trainer.checkpoint.state import module_tensors
+from holdfast.trainer.rl.advantages import grpo
+from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
+from holdfast.trainer.rl.token_rewards import ScoredRollout
+from holdfast.view.tracker import TrackedRun, Tracker
+
+__all__ = [
+    "BestMetric",
+    "CheckpointError",
+    "Checkpointer",
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "Endpoint",
+    "Environment",
+    "HarnessEnvironment",
+    "HoldfastError",
+    "Judge",
+    "JudgeConfig",
+    "Judgement",
+    "Logprobs",
+    "Message",
+    "PolicyLossConfig",
+    "PolicyLossInput",
+    "ProcessKilled",
+    "RankLost",
+    "ReadError",
+    "Retention",
+    "SaveError",
+    "Score",
+    "ScoredRollout",
+    "Session",
+    "SessionFull",
+    "Task",
+    "TaskSeed",
+    "TokenIds",
+    "Tokenizer",
+    "TrackedRun",
+    "Tracker",
+    "build_policy_loss",
+    "grpo",
+    "judging",
+    "load_state_with_optimizer",
+    "load_tokenizer",
+    "load_weights_only",
+    "module_tensors",
+    "read_metrics",
+    "save_state",
+]
