@@ -52,7 +52,7 @@ _NAMES_OF = {
     "trainer.rl.token_rewards": ("ScoredRollout",),
     "trainer.rl.losses": ("PolicyLossInput", "build_policy_loss"),
 }
-__all__ = [name for names in _NAMES_OF.values() for name in names]
+__all__ = [name for names in _NAMES_OF.values() for name in names]  # pyright: ignore[reportUnsupportedDunderAll] - see the stub
 
 
 def __getattr__(name: str) -> object:

@@ -82,7 +82,7 @@ PLACES: dict[str, str | tuple[str, ...]] = {
         "test_inference_process.py::test_the_death_of_the_engine_ends_the_server_with_its_own_code",
         "test_rl_on_vllm.py::test_inference_and_its_engine_die_and_hang",
     ),
-    "launcher/cluster/hosts.py PipeChannel.__init__":
+    "launcher/cluster/channels.py PipeChannel.__init__":
         "test_remote_processes.py::test_what_runs_there_ends_with_the_agent_and_is_lost",
     # Programs of SLURM, whose failure of any kind is told before anything starts.
     "launcher/cluster/slurm.py _run": "test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",

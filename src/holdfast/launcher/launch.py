@@ -2,7 +2,7 @@
 
 `rl` decides once which step to resume from, for all processes, and starts them at the same time: a process that is
 ready first waits for the others through the run directory. `sft`, `dpo` and `reward-model` may start evaluations beside
-training. On several nodes, each command starts the ranks of its node.
+training. On several nodes the command of the head node starts the trainers of all (`launcher.nodes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, SupervisedCommand, TrainingCommand
-from holdfast.errors import ConfigError, RunDirError
+from holdfast.errors import ConfigError, NodeLost, RunDirError
+from holdfast.launcher.cluster.cluster import check_shared, trainer_names, wait_for_places
 from holdfast.launcher.cluster.slurm import submit_rl, submit_training
 from holdfast.launcher.devices import (
     Placement,
@@ -47,7 +48,8 @@ from holdfast.launcher.forecast import (
     load_of,
 )
 from holdfast.launcher.liveness import Health
-from holdfast.launcher.node_group import NodeGroup
+from holdfast.launcher.nodes import Follower, Nodes, Registration, in_vain, meet
+from holdfast.launcher.outer_nodes import with_outer_nodes
 from holdfast.launcher.placement import ClusterPlacement, placed_on_cluster
 from holdfast.launcher.plan import (
     EVALUATION,
@@ -67,7 +69,6 @@ from holdfast.launcher.preflight import (
     settle_length,
     summary,
 )
-from holdfast.launcher.rendezvous import with_outer_nodes
 from holdfast.launcher.restart_policy import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.restarts import watch
 from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume, write_config
@@ -75,18 +76,17 @@ from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
 from holdfast.launcher.server_choice import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.side_processes import check_outputs
+from holdfast.launcher.supervisor import noted_signals
 from holdfast.process.child import available_cores, wait_passively
 from holdfast.process.events import PROCESS_ENV
 from holdfast.process.gpus import Gpu, find_gpus
 from holdfast.process.imports import module_command
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV
 from holdfast.view.console import code_of_error
 
 _ANSWERING_S = 10.0  # a timely answer may arrive so late on a busy machine
 _NODE_RESTART_WINDOW_S = 600.0
 _NODE_HEARTBEAT_TIMEOUT_S = 120.0
-_MOMENT_S = 0.1
 
 
 def with_evaluations(
@@ -200,58 +200,62 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
         environment: variables of the trainer.
     """
     RunDir(config.output_dir).require_writable()  # before the head node changes anything
-    group = NodeGroup(config, process_name(config), rank=rank)
-    code, said = 1, ""
+    registration = Registration.of(config, rank)
+    with noted_signals() as came:
+        if (server := meet(config.parallel, rank)) is None:
+            return Follower(config, registration, environment, came).run()
+        with Nodes(server, config.parallel, registration) as nodes:
+            try:
+                RunDir(config.output_dir).lock()
+                code = _lead(config, nodes, environment, came)
+            except (Exception, KeyboardInterrupt) as error:
+                nodes.end(code_of_error(error), str(error) or type(error).__name__)
+                raise
+            nodes.end(code)
+            return code
+
+
+def _lead(config: TrainingCommand, nodes: Nodes, environment: dict[str, str], came: list[int]) -> int:
+    """Run a training program from the head node; return the exit code."""
+    timeout_s = config.parallel.rdzv_timeout_s
+
+    def pause(seconds: float) -> int | None:
+        time.sleep(0.0 if came else seconds)
+        return came[0] if came else nodes.asked_to_stop()
+
+    print(nodes.missing(), flush=True)
     try:
-        if group.is_head:
-            RunDir(config.output_dir).lock()
-        code = _run(config, group, environment)
-    except (Exception, KeyboardInterrupt) as error:
-        code, said = code_of_error(error), str(error)
-        raise
-    finally:
-        code = group.leave(code, said)
-    return code
+        if (number := wait_for_places(nodes, timeout_s=timeout_s, pause=pause, say=print)) is not None:
+            return 128 + number
+    except TimeoutError as missing:
+        raise NodeLost(in_vain(timeout_s, str(missing))) from None
+    healing = RestartPolicy(
+        again=lambda: plan_on_nodes(config, nodes, environment, again=True),
+        restarts=RestartLimit(config.parallel.max_restarts if config.ckpt else 0, _NODE_RESTART_WINDOW_S),
+        storage_backoff=StorageBackoff(0.0),
+        heartbeat_timeout_s=_NODE_HEARTBEAT_TIMEOUT_S,
+        cluster=nodes,
+        cluster_timeout_s=timeout_s,
+    )
+    return watch(plan_on_nodes(config, nodes, environment), healing)
 
 
-def _run(config: TrainingCommand, group: NodeGroup, environment: dict[str, str]) -> int:
-    number = group.gather(lambda: time.sleep(_MOMENT_S), lambda text: print(text, flush=True))
-    if number is not None:
-        return 128 + number
-    healing = None
-    if config.ckpt is not None:
-        healing = RestartPolicy(
-            again=lambda: plan_on_node(config, group, environment, again=True),
-            restarts=RestartLimit(config.parallel.max_restarts, _NODE_RESTART_WINDOW_S),
-            storage_backoff=StorageBackoff(0.0),
-            heartbeat_timeout_s=_NODE_HEARTBEAT_TIMEOUT_S,
-        )
-    return watch(plan_on_node(config, group, environment), healing, group)
-
-
-def plan_on_node(
-    config: TrainingCommand, group: NodeGroup, environment: dict[str, str], *, again: bool = False
-) -> Plan:
-    """Return this node's part of the next attempt, which the head node prepares."""
+def plan_on_nodes(config: TrainingCommand, nodes: Nodes, environment: dict[str, str], *, again: bool = False) -> Plan:
+    """Prepare the next attempt at the head node, and return its plan: a trainer on every node."""
     run_dir = RunDir(config.output_dir)
-    if group.is_head:
-        # A restarted head node continues the run that the others wait for.
-        again = again or group.is_rejoined()
-        clean = config.clean and not again
-        attempt = prepare(config, clean=clean, dry_run=False, again=again, is_locked=True)
-        resumed = with_resume(config, attempt.resume_step)
-        path = write_config(attempt, process_name(config), resumed, dry_run=False)
-        part = group.begin(attempt)
-    else:
-        part = group.join()
-        run_dir.require_writable()
-        attempt = Attempt(run_dir, part.attempt, part.resume_step)
-        resumed = with_resume(config, attempt.resume_step)
-        path = run_dir.configs(part.attempt) / f"{process_name(config)}.toml"
-        print(f"node {part.rank} of {config.parallel.nodes}: {attempt.start} (attempt {attempt.number})", flush=True)
-    environment = {**environment, NODE_RANK_ENV: str(part.rank), ENDPOINT_ENV: part.endpoint}
-    commands = {"trainer": trainer_command(config, path)}
-    return Plan(attempt, commands, resumed, [path], environments={"trainer": environment}, node=part.rank)
+    # A restarted head node continues the run that the others wait for.
+    again = again or nodes.trains(run_dir)
+    attempt = prepare(config, clean=config.clean and not again, dry_run=False, again=again, is_locked=True)
+    resumed = with_resume(config, attempt.resume_step)
+    path = write_config(attempt, process_name(config), resumed, dry_run=False)
+    names, hosts, environments = trainer_names(config.parallel.nodes), nodes.hosts(), nodes.environments()
+    check_shared(nodes, list(hosts), run_dir.path)
+    environments["trainer"] |= environment
+    commands = dict.fromkeys(names, trainer_command(config, path))
+    return Plan(
+        attempt, commands, resumed, [path],
+        environments=environments, hosts=hosts, asked_to_stop=nodes.asked_to_stop,
+    )  # fmt: skip
 
 
 def trainer_command(config: TrainingCommand, path: Path) -> list[str]:

@@ -39,12 +39,11 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 @contextmanager
-def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> Iterator[Path]:
+def place_of_beats(run_dir: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Make a directory for the heartbeats of the run in `run_dir`, in memory if possible; remove it at the end.
 
     Args:
         is_shared: processes of other hosts send heartbeats as well: it is in `run_dir`, which they see.
-        node: number of this node; several may be on one machine.
 
     The next launcher takes over the directory of a killed one, or the launcher of another run removes it.
     """
@@ -58,9 +57,7 @@ def place_of_beats(run_dir: Path, *, is_shared: bool = False, node: int = 0) -> 
         return
     home = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     status = run_dir.stat()  # containers may share the memory
-    digest = hashlib.sha256(
-        f"{status.st_dev} {status.st_ino} {run_dir}{f' {node}' if node else ''}".encode()
-    ).hexdigest()[:16]
+    digest = hashlib.sha256(f"{status.st_dev} {status.st_ino} {run_dir}".encode()).hexdigest()[:16]
     remove_abandoned(home)
     place = _held_place(home / f"{scratch_name()}{digest}")
     try:

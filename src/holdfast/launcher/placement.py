@@ -12,8 +12,9 @@ from functools import partial
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
+from holdfast.launcher.cluster.channels import LineChannel
 from holdfast.launcher.cluster.cluster import Cluster, check_shared, requests_of, trainer_names, wait_for_places
-from holdfast.launcher.cluster.hosts import RemoteHost, RpcChannel
+from holdfast.launcher.cluster.hosts import RemoteHost
 from holdfast.launcher.cluster.ray import RayCluster
 from holdfast.launcher.cluster.slurm import SlurmCluster
 from holdfast.launcher.devices import Machine, gpus_per_engine
@@ -38,7 +39,7 @@ class ClusterPlacement:
     cluster: Cluster
     machine: Machine
     starts_inference: bool
-    _ports: dict[RpcChannel, int] = field(default_factory=dict)
+    _ports: dict[LineChannel, int] = field(default_factory=dict)
 
     def servers(self, config: RlConfig) -> Servers:
         """Return what the run samples with."""

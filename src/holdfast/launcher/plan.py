@@ -33,7 +33,7 @@ class Plan:
         paths: the resolved configurations.
         health, environments, hosts: by name of the process; a process without a host runs on this machine.
         processes: for a dry run.
-        node: number of this node.
+        asked_to_stop: returns the signal that another host got for the run, if any.
     """
 
     attempt: Attempt
@@ -44,7 +44,7 @@ class Plan:
     environments: dict[str, dict[str, str]] = field(default_factory=dict)
     processes: list[PlannedProcess] = field(default_factory=list)
     hosts: Mapping[str, Host] = field(default_factory=dict)
-    node: int = 0
+    asked_to_stop: Callable[[], int | None] = lambda: None
 
     def work_of(self, name: str) -> Callable[[], bool]:
         """Return a function that tells whether a process that ended by itself did its work."""
@@ -54,10 +54,6 @@ class Plan:
         if is_trainer(name):
             return lambda: atomic.is_visible(run_dir.weights_of(last))
         return lambda: atomic.is_visible(run_dir.batch(last)) or last in run_dir.committed_steps()
-
-    def file_name(self, name: str) -> str:
-        """Return the name of a file of this node: nodes write into one directory."""
-        return f"{name}_node_{self.node}" if self.node else name
 
 
 _COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype")

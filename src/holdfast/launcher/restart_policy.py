@@ -22,7 +22,7 @@ from typing import Any
 from holdfast.config.inference import is_engine
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadError
-from holdfast.launcher.cluster.cluster import Cluster
+from holdfast.launcher.cluster.cluster import Places, is_trainer
 from holdfast.launcher.cluster.hosts import Process
 from holdfast.launcher.liveness import LivenessMonitor
 from holdfast.launcher.plan import Plan
@@ -164,7 +164,7 @@ class RestartPolicy:
     restarts: RestartLimit
     storage_backoff: StorageBackoff
     heartbeat_timeout_s: float
-    cluster: Cluster | None = None
+    cluster: Places | None = None
     cluster_timeout_s: float = 0.0
 
 
@@ -204,6 +204,11 @@ def engine_failure_of(child: Child) -> str | None:
     return engine_failure(child.log, begin=child.log_begin)
 
 
+def _counted_as(child: Child) -> str:
+    """Return the name under which restarts are counted: the trainers of all nodes start again together."""
+    return "trainer" if is_trainer(child.name) else child.name
+
+
 def how_it_ended(child: Child) -> str:
     """Return by which signal or exit code it ended, in a few words."""
     if child.process.loss is not None:
@@ -233,8 +238,8 @@ def death_of(child: Child, *, stuck: str | None, restarts: RestartLimit) -> Proc
         text = f"{stuck}{log}"
     else:
         text = f"{child.name} {how}; the last lines of {child.log}:\n{last_lines(child.log)}"
-    if used := restarts.used(child.name):
-        text += f"\n       it was started again {used} times{restarts.over(child.name)}"
+    if used := restarts.used(_counted_as(child)):
+        text += f"\n       it was started again {used} times{restarts.over(_counted_as(child))}"
     error, code = ProcessDied(text), child.process.returncode
     error.exit_code = 3 if code == STUCK else code if code in (2, 3, STORAGE_FAILED) else 1
     return error
@@ -329,9 +334,6 @@ class FailureDetector:
     Args:
         healing: unset: no process is started again, or killed for silence.
         monitors: by name of the process.
-
-    Attributes:
-        ended_by_group: why another node had the trainer ended here; may be empty.
     """
 
     def __init__(
@@ -343,7 +345,6 @@ class FailureDetector:
         self._monitors = monitors
         self._killed: set[Process] = set()
         self._stuck: dict[Process, str] = {}
-        self.ended_by_group = ""
 
     def end_the_silent(self, say: Callable[[str], None]) -> None:
         """Kill the processes without heartbeats or progress, and log it."""
@@ -367,18 +368,17 @@ class FailureDetector:
 
     def restart_delay_s(self, child: Child, *, step: int) -> float | None:
         """Return the seconds to wait before `child` is started again after `step` was trained; None: it is not."""
-        comes_again = self._restarts.comes_again(child.name, engine_failure_of(child), step=step)
+        comes_again = self._restarts.comes_again(_counted_as(child), engine_failure_of(child), step=step)
         is_stuck = child.process in self._stuck or child.process.returncode == STUCK
         if comes_again:
             return None
-        return self._restarts.delay_s(child.name, self._code_of(child), stuck_at=step if is_stuck else None)
+        return self._restarts.delay_s(_counted_as(child), self._code_of(child), stuck_at=step if is_stuck else None)
 
     def restart_of(self, child: Child) -> tuple[str, str]:
         """Return how `child` ended, and which of its restarts follows: `1 of 3`."""
         failure = engine_failure_of(child)
         reason = f" ({failure.splitlines()[0]})" if failure else ""
-        how = "was ended for that" if self.ended_by_group else how_it_ended(child)
-        return f"{how}{reason}", f"{self._restarts.used(child.name)} of {self._restarts.limit}"
+        return f"{how_it_ended(child)}{reason}", f"{self._restarts.used(_counted_as(child))} of {self._restarts.limit}"
 
     def can_spare(self, child: Child) -> bool:
         """Whether the run can continue without `child`: an inference server, if another one lives or is started again.
@@ -390,8 +390,7 @@ class FailureDetector:
 
     def error_of(self, child: Child) -> ProcessDied:
         """Return the error with the reason why `child` died."""
-        stuck = self._stuck.get(child.process) or self.ended_by_group or None
-        return death_of(child, stuck=stuck, restarts=self._restarts)
+        return death_of(child, stuck=self._stuck.get(child.process), restarts=self._restarts)
 
     def _code_of(self, child: Child) -> int:
         """Return its exit code; the code of a crash if a server could not start again: its port may not be free yet."""

@@ -24,7 +24,6 @@ from holdfast.errors import STORAGE_FAILED, HoldfastError, ProcessDied, ReadErro
 from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
 from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
-from holdfast.launcher.node_group import NodeGroup
 from holdfast.launcher.plan import EVALUATION, Plan
 from holdfast.launcher.restart_policy import (
     FailureDetector,
@@ -39,7 +38,7 @@ from holdfast.launcher.restart_policy import (
 )
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.launcher.side_processes import SideProcesses
-from holdfast.launcher.supervisor import REFRESH_S, STOP_TIMEOUT_S, Child, Supervisor
+from holdfast.launcher.supervisor import REFRESH_S, Child, Supervisor
 from holdfast.process.child import make_output_lossy
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
@@ -51,15 +50,13 @@ _EVALUATION_STORAGE_S = 3600.0
 T = TypeVar("T")
 
 
-def watch(plan: Plan, healing: RestartPolicy | None = None, group: NodeGroup | None = None) -> int:
+def watch(plan: Plan, healing: RestartPolicy | None = None) -> int:
     """Run the processes of `plan` to their end; return the exit code.
 
     Args:
         healing: unset: the first death ends the run.
-        group: of the nodes, if the run has several.
 
-    Raises:
-        ProcessDied: a process died and was not to be started again.
+    Raise ProcessDied if a process died and was not to be started again.
     """
     make_output_lossy()
     run_dir = plan.attempt.run_dir
@@ -69,7 +66,7 @@ def watch(plan: Plan, healing: RestartPolicy | None = None, group: NodeGroup | N
     is_shared = healing is not None and healing.cluster is not None
     with (
         SideProcesses(plan) as side_processes,
-        place_of_beats(run_dir.path, is_shared=is_shared, node=plan.node) as beats,
+        place_of_beats(run_dir.path, is_shared=is_shared) as beats,
         Supervisor() as supervisor,
     ):
         monitors = {
@@ -78,7 +75,7 @@ def watch(plan: Plan, healing: RestartPolicy | None = None, group: NodeGroup | N
         }
         try:
             while True:
-                outcome = _Watcher(plan, supervisor, healing, monitors, beats, group, side_processes).run()
+                outcome = _Watcher(plan, supervisor, healing, monitors, beats, side_processes).run()
                 if isinstance(outcome, int):
                     return outcome
                 plan = outcome
@@ -97,7 +94,6 @@ class _Watcher:
         healing: RestartPolicy | None,
         monitors: dict[str, LivenessMonitor],
         beats: Path,
-        group: NodeGroup | None,
         side_processes: SideProcesses,
     ) -> None:
         self._side_processes = side_processes
@@ -112,11 +108,9 @@ class _Watcher:
         self._logs = self._run_dir.logs(plan.attempt.number)
         self._monitors = monitors
         self._beats = beats
-        self._group = group
         self._console = Console(
             self._run_dir,
             attempt=plan.attempt.number,
-            events_name=self._events.name,
             first_step=plan.attempt.resume_step or 0,
             max_steps=plan.trainer.max_steps,
         )
@@ -167,7 +161,7 @@ class _Watcher:
 
     @property
     def _events(self) -> Path:
-        return self._logs / f"{self._plan.file_name('events')}.jsonl"
+        return self._logs / "events.jsonl"
 
     def _start(self) -> None:
         """Start what does not run; an inference server outlives an attempt."""
@@ -187,7 +181,7 @@ class _Watcher:
             self._supervisor.start(
                 name,
                 argv,
-                self._logs / f"{self._plan.file_name(name)}.log",
+                self._logs / f"{name}.log",
                 environment=environment,
                 is_service=is_engine(name),
                 has_done_its_work=self._plan.work_of(name),
@@ -204,28 +198,18 @@ class _Watcher:
 
     def _refresh(self) -> None:
         self._refresh_views()
-        self._follow_group()
         if self._healing is not None:
             self._detector.end_the_silent(self._console.say)
 
     def _refresh_views(self) -> None:
         self._console.refresh()
         self._side_processes.look(self._console.say)
+        if (number := self._plan.asked_to_stop()) is not None:
+            self._supervisor.take_for_signaled(number)
 
     def _pause(self, seconds: float = REFRESH_S) -> int | None:
         """Wait; return the number of a signal that came."""
         return self._supervisor.pause(seconds, self._refresh_waiting)
-
-    def _follow_group(self) -> None:
-        """Stop, or end the trainer, if another node asks for it."""
-        if self._group is None or self._detector.ended_by_group or (order := self._group.stop_order()) is None:
-            return
-        self._detector.ended_by_group = order.reason
-        if order.signal:
-            self._supervisor.take_for_signaled(order.signal)
-        elif (trainer := self._trainer()) is not None and trainer.process.poll() is None:
-            self._console.say(f"{order.reason}: ending the trainer here, too")
-            trainer.process.kill()
 
     def _refresh_waiting(self) -> None:
         self._refresh_views()
@@ -240,10 +224,6 @@ class _Watcher:
         """Start a dead child again after a delay, or raise `ProcessDied`; return the outcome as `_run` does."""
         if child.name == EVALUATION:
             return self._evaluate_again(child)
-        if self._group is not None:
-            # With its ranks, before the others continue: they write into the same directory.
-            child.process.clear(STOP_TIMEOUT_S)
-            self._group.trainer_died(how_it_ended(child))
         if child.process.returncode == STORAGE_FAILED:
             number = self._wait_for_storage(self._detector.error_of(child))
             if number is None:
@@ -259,10 +239,11 @@ class _Watcher:
             return number
         if (is_trainer(child.name) or child.process.loss is not None) and self._healing is not None:
             # The orchestrator as well: `again` goes back to a step, and servers may come back at another address.
+            for other in self._supervisor.children:
+                if is_trainer(other.name):  # without a rank nothing is saved, and the others may hang
+                    other.process.kill()
             self._supervisor.stop(names={child.name for child in self._supervisor.children if not child.is_service})
             number = self._wait_for_places(self._healing)
-            if number is None and self._group is not None:
-                number = self._group.gather(self._pause, self._console.say)
             if number is not None:
                 return number
             try:
@@ -307,7 +288,7 @@ class _Watcher:
             return wait_for_places(healing.cluster, timeout_s=timeout_s, pause=self._pause, say=say)
         except TimeoutError as missing:
             self._supervisor.stop()
-            raise ProcessDied(f"the cluster had no places within {healing.cluster_timeout_s:g} s: {missing}") from None
+            raise ProcessDied(f"waited in vain for {healing.cluster_timeout_s:g} s: {missing}") from None
 
     def _watch_after(self, start: Callable[[], None]) -> Child | int | None:
         """Do `start`, and watch until a child fails, a signal comes or the run is done."""

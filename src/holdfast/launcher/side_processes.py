@@ -18,8 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Process
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.preflight import check_in_child
-from holdfast.launcher.supervisor import REFRESH_S, STOP_SIGNALS, error_message
-from holdfast.process.child import is_ignored
+from holdfast.launcher.supervisor import REFRESH_S, error_message, noted_signals
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.process.imports import module_command
@@ -36,10 +35,8 @@ _REFUSED = 2
 
 
 def check_outputs(config: TrainingCommand) -> None:
-    """Check that the trackers of the settings are installed, and that the port of the live page is free.
-
-    Raises:
-        ConfigError: naming the remedy.
+    """Check that the trackers of the settings are installed, and that the port of the live page is free. Raise
+    ConfigError that names the remedy.
     """
     backends = config.tracking.backends if config.tracking is not None else []
     for name in backends:
@@ -66,19 +63,6 @@ def held_back(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _noted() -> Iterator[list[int]]:
-    """Note the signals that ask to stop, instead of their effect."""
-    came: list[int] = []
-    numbers = [one for one in STOP_SIGNALS if not is_ignored(one)]
-    before = [(number, signal.signal(number, lambda one, _: came.append(one))) for number in numbers]
-    try:
-        yield came
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 @dataclass
@@ -108,8 +92,6 @@ class SideProcesses:
         self._logs = plan.attempt.run_dir.logs(plan.attempt.number)
         self._waits_s = config.tracking.finish_timeout_s if config.tracking else _STOPPING_S
         self._processes: list[_SideProcess] = []
-        if plan.node:
-            return
         if config.tracking is not None:
             settings = config.tracking.model_dump_json()
             for name in config.tracking.backends:
@@ -177,7 +159,7 @@ class SideProcesses:
                 self._start(side, print)
             if side.process is not None:
                 side.process.signal(signal.SIGTERM)
-        with _noted() as came:
+        with noted_signals() as came:
             for side in self._processes:
                 for is_last in (False, True):
                     if side.process is None:

@@ -12,13 +12,13 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
-from holdfast.launcher.cluster import hosts
+from holdfast.launcher.cluster import channels
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Host, Process
 from holdfast.process.child import is_ignored
 from holdfast.process.scratch import remove_abandoned
@@ -220,10 +220,23 @@ class Supervisor:
                 if child.process.wait(max(0.0, deadline - time.monotonic())) is None:
                     child.process.kill()
                     # For as long as a host may be mute: then it is lost, and the child does not count as running.
-                    child.process.wait(hosts.CALL_TIMEOUT_S + STOP_TIMEOUT_S)
+                    child.process.wait(channels.CALL_TIMEOUT_S + STOP_TIMEOUT_S)
         for child in asked:
             # A dead child may have left its children (ranks, an engine) in its session.
             child.process.kill()
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Note the signals that ask to stop, instead of their effect."""
+    came: list[int] = []
+    numbers = [one for one in STOP_SIGNALS if not is_ignored(one)]
+    before = [(number, signal.signal(number, lambda one, _: came.append(one))) for number in numbers]
+    try:
+        yield came
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 _MOST_BYTES = 16 << 20  # of a log, which may be longer than the memory

@@ -7,8 +7,8 @@ With `parallel.nodes` above 1, every node runs this command with the same file. 
     HOLDFAST_NODE_RANK       the rank of this node, from 0; node 0 is the host of `parallel.rdzv_endpoint`
     HOLDFAST_RDZV_ENDPOINT   HOST:PORT of the rendezvous instead
 
-Every node writes heartbeats to the store of the rendezvous, and passes on a request to stop, also while no collective
-runs. A node that fails or is silent ends the others with exit code 1: their ranks may hang in a collective.
+A request to stop goes to all nodes through the store of the rendezvous, also while no collective runs. The launcher
+ends all nodes if one fails: their ranks may hang in a collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +49,7 @@ from holdfast.process.child import (
 )
 from holdfast.process.events import EVENTS_ENV, report
 from holdfast.process.gpus import VISIBLE_DEVICES_ENV
-from holdfast.process.heartbeat import awake_s, does, start_heartbeat
+from holdfast.process.heartbeat import does, start_heartbeat
 from holdfast.process.imports import protect_children
 from holdfast.process.scratch import scratch_directory
 from holdfast.run.inputs import ask_hub
@@ -62,10 +62,6 @@ ENDPOINT_ENV = "HOLDFAST_RDZV_ENDPOINT"
 _LOOPBACK = "127.0.0.1"
 _ONE_NODE = "holdfast_one_node"
 _PERIOD_S = 0.2
-SILENT_S = 30.0
-# Time for other nodes to end when the store is gone, which ends first in a run.
-_ENDING_S = 5.0
-_log = logging.getLogger("trainer")
 
 
 def node_rank(parallel: ParallelConfig) -> int:
@@ -90,76 +86,30 @@ def meeting_point(parallel: ParallelConfig) -> tuple[str, int]:
     return parallel.model_copy(update={"rdzv_endpoint": endpoint}).rendezvous
 
 
-class NodeLink:
-    """Exchanges heartbeats and requests to stop with the other nodes while the ranks run.
+class StopLink:
+    """Passes requests to stop on to the other nodes while the ranks run, also while no collective does.
 
     Args:
         connect: opens the store of the rendezvous, which node 0 hosts; may wait.
-        lose: called by the link's thread with the reason, if another node is lost.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Any],
-        *,
-        rank: int,
-        nodes: int,
-        stop: StopRequest,
-        lose: Callable[[str], object],
-        silent_s: float = SILENT_S,
-        ending_s: float = _ENDING_S,
-    ) -> None:
-        self._connect = connect
-        self._rank = rank
-        # Node 0 watches all nodes, and all watch node 0, which hosts the store.
-        self._others = [node for node in range(nodes) if node != rank] if rank == 0 else [0]
-        self._stop = stop
-        self._lose = lose
-        self._silent_s = silent_s
-        self._ending_s = ending_s
-        self._heard: dict[int, tuple[bytes, float]] = {}
+    def __init__(self, connect: Callable[[], Any], stop: StopRequest) -> None:
+        self._connect, self._stop = connect, stop
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="nodes", daemon=True).start()
 
     def end(self) -> None:
-        """Stop watching: the ranks of this node have ended."""
+        """Pass nothing on any more: the ranks of this node have ended."""
         self._ended.set()
 
     def _run(self) -> None:
-        try:
+        with suppress(RuntimeError):  # torch's: node 0 is gone, which the launcher notices
             store = self._connect()
-            count = 0
             while not self._ended.wait(_PERIOD_S):
-                count += 1
-                store.set(f"holdfast/beat/{self._rank}", str(count))
-                self._pass_on_stop(store)
-                lost = self._silent(store)
-                if lost is not None:
-                    self._lose(lost)
-                    return
-        except RuntimeError as error:  # torch's: no connection
-            if not self._ended.wait(self._ending_s):
-                self._lose(f"node 0 cannot be reached: {str(error).splitlines()[0]}")
-
-    def _pass_on_stop(self, store: Any) -> None:
-        number = self._stop.signal_number()
-        if number:
-            store.set("holdfast/stop", str(number))
-        elif store.check(["holdfast/stop"]):
-            self._stop.ask(int(store.get("holdfast/stop")))
-
-    def _silent(self, store: Any) -> str | None:
-        """Return which node has sent no heartbeat for too long, if any."""
-        now = awake_s()
-        for node in self._others:
-            key = f"holdfast/beat/{node}"
-            beat = store.get(key) if store.check([key]) else b""
-            heard, since = self._heard.get(node, (None, now))
-            if beat != heard:
-                self._heard[node] = (beat, now)
-            elif beat and now - since > self._silent_s:  # the rendezvous waits for the first heartbeat
-                return f"node {node} has sent no heartbeat for {now - since:.0f} s"
-        return None
+                if number := self._stop.signal_number():
+                    store.set("holdfast/stop", str(number))
+                elif store.check(["holdfast/stop"]):
+                    self._stop.ask(int(store.get("holdfast/stop")))
 
 
 _DEAD_RANK_S = 3.0
@@ -273,9 +223,10 @@ def _rendezvous(parallel: ParallelConfig, node: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _linked(parallel: ParallelConfig, node: int) -> Iterator[None]:
-    """Stay in touch with the other nodes within the block, if there are any."""
-    if parallel.nodes == 1:
+def _linked(config: TrainingCommand) -> Iterator[None]:
+    """Pass requests to stop on to the other nodes within the block, if there are any and the run saves."""
+    parallel = config.parallel
+    if parallel.nodes == 1 or config.ckpt is None:
         yield
         return
 
@@ -285,12 +236,7 @@ def _linked(parallel: ParallelConfig, node: int) -> Iterator[None]:
         timeout = timedelta(seconds=parallel.rdzv_timeout_s)
         return TCPStore(*meeting_point(parallel), is_master=False, wait_for_workers=False, timeout=timeout)
 
-    def lose(reason: str) -> None:
-        _log.error("ending: %s", reason)
-        # At once, and the kernel ends the ranks, which may wait in a collective.
-        os._exit(1)
-
-    link = NodeLink(connect, rank=node, nodes=parallel.nodes, stop=STOP_REQUEST, lose=lose)
+    link = StopLink(connect, STOP_REQUEST)
     try:
         yield
     finally:
@@ -367,7 +313,7 @@ def _launch(arguments: argparse.Namespace, config: TrainingCommand, node: int, l
             signals_to_handle="SIGINT,SIGHUP,SIGQUIT" + (",SIGTERM" if config.ckpt is None else ""),
         )
     try:
-        with _linked(parallel, node):
+        with _linked(config):
             elastic_launch(launch_config, _worker)(arguments.program, arguments.config, os.getpid())
     except ChildFailedError as error:
         # A killed rank makes the others fail in their collectives: name the killed rank.

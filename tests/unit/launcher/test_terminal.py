@@ -17,7 +17,7 @@ from holdfast.config.training import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.launcher import liveness
 from holdfast.launcher.liveness import Health, HealthProbe
-from holdfast.launcher.rendezvous import with_outer_nodes
+from holdfast.launcher.outer_nodes import with_outer_nodes
 from holdfast.launcher.server_choice import _look
 from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.client.http import HttpTransport

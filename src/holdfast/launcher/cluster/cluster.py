@@ -32,7 +32,7 @@ class ResourceRequest:
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
 
-class Cluster(Protocol):
+class Places(Protocol):
     """Nodes, and the processes of the run that are placed on them."""
 
     def place(self) -> None:
@@ -51,6 +51,14 @@ class Cluster(Protocol):
         """Return the host of a process that is placed."""
         ...
 
+    def close(self) -> None:
+        """End all processes on other hosts, and give the places back."""
+        ...
+
+
+class Cluster(Places, Protocol):
+    """A cluster that has places for all processes of a run."""
+
     def devices(self, name: str) -> list[int]:
         """Return which GPUs of its node a process gets; empty if the cluster assigns them itself."""
         ...
@@ -64,13 +72,9 @@ class Cluster(Protocol):
         """Whether any node has GPUs."""
         ...
 
-    def close(self) -> None:
-        """End all processes on other hosts, and give the places back."""
-        ...
-
 
 def wait_for_places(
-    cluster: Cluster, *, timeout_s: float, pause: Callable[[float], int | None], say: Callable[[str], object]
+    cluster: Places, *, timeout_s: float, pause: Callable[[float], int | None], say: Callable[[str], object]
 ) -> int | None:
     """Find a place for every process without one; return None, or the number of a signal that ended the wait.
 
@@ -78,9 +82,8 @@ def wait_for_places(
         pause: waits for so many seconds; returns the number of a signal that came.
         say: gets a line if it takes long.
 
-    Raises:
-        TimeoutError: some have none after `timeout_s`; the error names them.
-        ConfigError: a node cannot run its process.
+    Raise TimeoutError that names the processes without a place after `timeout_s`; ConfigError if a node cannot run its
+    process.
     """
     cluster.place()
     begin, is_told = awake_s(), False
@@ -153,7 +156,7 @@ def _shown(resources: dict[str, float]) -> str:
     return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "nothing"
 
 
-def check_shared(cluster: Cluster, names: list[str], run_dir: Path) -> None:
+def check_shared(cluster: Places, names: list[str], run_dir: Path) -> None:
     """Check that every host sees the directory of the run; raise `ConfigError` if one does not."""
     run_dir = run_dir.absolute()
     marker = run_dir / f"{atomic.TEMPORARY_PREFIX}shared"

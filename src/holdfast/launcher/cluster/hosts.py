@@ -1,16 +1,14 @@
-"""Processes on hosts: one interface for this machine and for hosts that the launcher reaches over SLURM or Ray.
+"""Processes on hosts: one interface for this machine and for hosts that the launcher reaches over SLURM, Ray or TCP.
 
-`RemoteHost` talks to a `RemoteAgent` on another host, over an `RpcChannel`. An agent is a Ray actor, or a SLURM step
-that runs this module as a program. It starts one process after the other, watches it and ends it. Everything that it
-starts dies with it. `PipeChannel` is the launcher's end of a command such as `srun`: one line of JSON for each call and
-answer.
+`RemoteHost` talks to a `RemoteAgent` on another host, over one of `holdfast.launcher.cluster.channels`. An agent is a
+Ray actor, a SLURM step that runs this module as a program, or the command of another node (`holdfast.launcher.nodes`).
+It starts one process after the other, watches it and ends it. Everything that it starts dies with it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import select
 import signal
 import socket
@@ -18,15 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import STORAGE_FAILED, ConfigError, HoldfastError, ProcessDied, is_storage_failure
+from holdfast.launcher.cluster import channels
+from holdfast.launcher.cluster.channels import HostLost, LineChannel
 from holdfast.process.child import LAUNCHER_ENV
 from holdfast.process.heartbeat import awake_s, show_stacks
 from holdfast.process.imports import module_command
@@ -38,102 +37,47 @@ if TYPE_CHECKING:
 _OWN = ("PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_", "VIRTUAL_ENV")
 _OWN_PREFIXES = ("RAY_", "SLURM_", "SLURMD_", "PMI", "CUDA_VISIBLE_", "ROCR_VISIBLE_", "XDG_", "SSH_", "KUBERNETES_")
 _POLL_S = 0.02
+_LOOK_S = 0.1
+_CONNECT_S = 5.0
 _LOST = -signal.SIGKILL
-CALL_TIMEOUT_S = 60.0
-"""For one answer; the first one waits for a scheduler and the imports of the agent."""
-_CLOSE_TIMEOUT_S = 10.0
-
-
-class Process(Protocol):
-    """One process with all that it starts."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id on its host, which is also the id of its group; 0 before it has started."""
-        ...
-
-    @property
-    def returncode(self) -> int | Any:
-        """Its exit code as in `subprocess`; None until `poll` or `wait` has seen its end."""
-        ...
-
-    @property
-    def loss(self) -> str | None:
-        """How its host was lost; None if the process ended by itself."""
-        ...
-
-    def poll(self) -> int | None:
-        """Return its exit code without waiting; None while it runs."""
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for its end; return its exit code, None if it still runs."""
-        ...
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process only, if it runs."""
-        ...
-
-    def kill(self) -> None:
-        """Kill its process group, also after its own end."""
-        ...
-
-    def clear(self, timeout_s: float) -> None:
-        """Kill its process group, and wait until ports and memory are free."""
-        ...
-
-    def show_stacks(self, pids: Iterable[int], log: Path) -> None:
-        """Have its processes `pids` write the stacks of their threads into `log`."""
-        ...
-
-
-class Host(Protocol):
-    """A machine that can start processes."""
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-        ...
-
-    def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> Process:
-        """Start a process in a group of its own, which dies with the launcher.
-
-        Args:
-            log: its output is appended here.
-            environment: added to the launcher's.
-        """
-        ...
 
 
 class LocalProcess:
-    """A child of this process, in a session of its own."""
+    """A child of this process, in a session of its own, with all that it starts."""
 
     loss = None
+    """How its host was lost, for processes elsewhere; None if the process ended by itself."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     @property
     def pid(self) -> int:
+        """Its process id on its host, which is also the id of its group; 0 before it has started."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | Any:
+        """Its exit code as in `subprocess`; None until `poll` or `wait` has seen its end."""
         return self._process.returncode
 
     def poll(self) -> int | None:
+        """Return its exit code without waiting; None while it runs."""
         return self._process.poll()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for its end; return its exit code, None if it still runs."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process only, if it runs."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
+        """Kill its process group, also after its own end."""
         # No process has the id of a dead one while others are in its group: such a process is of somebody else.
         if self.returncode is not None and Path(f"/proc/{self.pid}").exists():
             return
@@ -141,6 +85,7 @@ class LocalProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def clear(self, timeout_s: float) -> None:
+        """Kill its process group, and wait until ports and memory are free."""
         import psutil  # takes 0.03 s
 
         self.kill()
@@ -162,6 +107,7 @@ class LocalProcess:
                 os.close(descriptor)
 
     def show_stacks(self, pids: Iterable[int], log: Path) -> None:
+        """Have its processes `pids` write the stacks of their threads into `log`."""
         show_stacks(pids, of=self.pid, log=log)
 
 
@@ -171,6 +117,8 @@ class LocalHost:
     name = "this machine"
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> LocalProcess:
+        """Start a process in a group of its own, which dies with the launcher; append its output to `log`, and add
+        `environment` to the launcher's."""
         return start_here(argv, log, {**os.environ, **environment})
 
 
@@ -202,11 +150,21 @@ def travelling(environment: dict[str, str]) -> dict[str, str]:
 
 
 class RemoteAgent:
-    """Starts and ends one process on its host for the launcher. Arguments and results are plain values."""
+    """Starts and ends one process on its host for the launcher. Arguments and results are plain values.
 
-    def __init__(self) -> None:
+    Args:
+        environment: of its processes, added to this host's.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = environment or {}
         self._process: LocalProcess | None = None
         self._reservations: list[Reservation] = []
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has started a process."""
+        return self._process is not None
 
     def missing(self, paths: list[str]) -> list[str]:
         """Return the `paths` that do not exist on this host."""
@@ -230,8 +188,7 @@ class RemoteAgent:
             environment: added to this host's.
             directory: its working directory.
 
-        Raises:
-            ConfigError: the directory is not there.
+        Raise ConfigError if the directory is not there.
         """
         try:
             os.chdir(directory)
@@ -240,7 +197,8 @@ class RemoteAgent:
                 f"{socket.gethostname()} has no directory {directory} ({error.strerror}), from which the run was "
                 "started: start it from a directory that all hosts share"
             ) from None
-        self._process = start_here(module_command(*module), Path(log), {**os.environ, **environment})
+        own = {**os.environ, **self._environment, **environment}
+        self._process = start_here(module_command(*module), Path(log), own)
         return self._process.pid
 
     def wait(self) -> int:
@@ -261,6 +219,11 @@ class RemoteAgent:
     def show_stacks(self, pids: Iterable[int], log: str) -> None:
         self._started().show_stacks(pids, Path(log))
 
+    def end(self, timeout_s: float) -> None:
+        """Kill what it has started, if anything, and wait until that is gone."""
+        if self._process is not None:
+            self._process.clear(timeout_s)
+
     def _started(self) -> LocalProcess:
         if self._process is None:
             raise ConfigError("nothing was started here")
@@ -274,39 +237,10 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-class HostLost(Exception):
-    """An agent is out of reach: what it started is dead, or will be soon."""
-
-
-class RpcChannel(Protocol):
-    """The connection to one `RemoteAgent`."""
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the agent; return its result, or raise its error, or `HostLost`."""
-        ...
-
-    def post(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the agent without waiting; without an answer in time, `ended` raises an error."""
-        ...
-
-    def ended(self) -> int | None:
-        """Return the exit code of the process without waiting; None while it starts or runs.
-
-        Raises:
-            HostLost: the agent is out of reach.
-            OSError, HoldfastError: the process could not be started.
-        """
-        ...
-
-    def lose(self) -> HostLost:
-        """Give the agent up, without waiting; return why."""
-        ...
-
-
 class RemoteProcess:
     """A process on another host. No method waits for an answer, except `clear`: the host may be mute."""
 
-    def __init__(self, channel: RpcChannel, *, host: str, started: Future[int]) -> None:
+    def __init__(self, channel: LineChannel, *, host: str, started: Future[int]) -> None:
         self.loss: str | None = None
         self.returncode: Any = None
         self._channel = channel
@@ -347,7 +281,7 @@ class RemoteProcess:
         cleared = self._post("clear", timeout_s)
         if cleared is None:
             return
-        if futures.wait([cleared], max(CALL_TIMEOUT_S, timeout_s)).not_done:
+        if futures.wait([cleared], max(channels.CALL_TIMEOUT_S, timeout_s)).not_done:
             self._lose(self._channel.lose())
         self.wait(timeout_s)
 
@@ -366,15 +300,18 @@ class RemoteProcess:
 class RemoteHost:
     """The host of one process; `address` is for other hosts."""
 
-    def __init__(self, name: str, address: str, channel: RpcChannel) -> None:
+    def __init__(self, name: str, address: str, channel: LineChannel) -> None:
         self.name = name
         self.address = address
         self.channel = channel
 
     def start(self, argv: list[str], log: Path, environment: Mapping[str, str]) -> RemoteProcess:
         """Start one of our modules, without waiting; `argv` is from `module_command`."""
-        arguments = (argv[3:], str(log.absolute()), {**travelling(dict(os.environ)), **environment}, str(Path.cwd()))
-        return RemoteProcess(self.channel, host=self.name, started=self.channel.post("start", *arguments))
+        return self._start(argv, log, {**travelling(dict(os.environ)), **environment}, str(Path.cwd()))
+
+    def _start(self, argv: list[str], log: Path, environment: Mapping[str, str], directory: str) -> RemoteProcess:
+        started = self.channel.post("start", argv[3:], str(log.absolute()), dict(environment), directory)
+        return RemoteProcess(self.channel, host=self.name, started=started)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the agent; return its result, or raise its error, or `ProcessDied` for a lost host."""
@@ -384,128 +321,13 @@ class RemoteHost:
             raise ProcessDied(f"{self.name} is lost: {lost}") from None
 
 
+Process = LocalProcess | RemoteProcess
+Host = LocalHost | RemoteHost
+
+
 def agent_command() -> list[str]:
     """Return the command line of an agent."""
     return module_command("holdfast.launcher.cluster.hosts")
-
-
-class PipeChannel:
-    """The connection to an agent that `argv` starts. Only `call` and `close` wait for it."""
-
-    def __init__(self, argv: list[str]) -> None:
-        self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._calls: deque[tuple[Future[Any], float]] = deque()  # and by when an answer is due
-        self._started: Future[int] | None = None
-        self._ends: dict[int, int] = {}
-        self._lost: HostLost | None = None
-        threading.Thread(target=self._write, daemon=True).start()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return self.post(method, *arguments).result(CALL_TIMEOUT_S)
-        except TimeoutError:
-            raise self.lose() from None
-
-    def post(self, method: str, *arguments: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        with self._lock:
-            if method == "start":
-                self._started = answer
-            if self._lost is not None:
-                answer.set_exception(self._lost)
-                return answer
-            self._calls.append((answer, awake_s() + CALL_TIMEOUT_S))
-            self._lines.put(f"{json.dumps({'method': method, 'arguments': arguments})}\n")
-        return answer
-
-    def ended(self) -> int | None:
-        assert self._started is not None
-        if self._started.done() and (code := self._ends.get(self._started.result())) is not None:
-            return code
-        if self._lost is not None:
-            raise self._lost
-        with self._lock:
-            is_mute = bool(self._calls) and awake_s() > self._calls[0][1]
-        if is_mute:
-            raise self.lose()
-        return None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the agent is out of reach."""
-        return self._lost is not None
-
-    def close(self) -> None:
-        """End the agent and its process."""
-        # By the end of its stdin: a killed `srun` would not end it.
-        self._lines.put(None)
-        try:
-            self._process.wait(_CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def lose(self) -> HostLost:
-        """Give the agent up: a late answer would be taken for the answer of a later call."""
-        threading.Thread(target=self.close, daemon=True).start()
-        return self._lose("it does not answer")
-
-    def _lose(self, reason: str) -> HostLost:
-        with self._lock:
-            self._lost = lost = self._lost or HostLost(reason)
-            calls, self._calls = self._calls, deque()
-        for answer, _ in calls:
-            answer.set_exception(lost)
-        return lost
-
-    def _write(self) -> None:
-        # In a thread: an agent may read nothing.
-        assert self._process.stdin is not None
-        with suppress(OSError), self._process.stdin as stdin:
-            while (line := self._lines.get()) is not None:
-                stdin.write(line)
-                stdin.flush()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        with self._process.stdout as stdout, self._process.stderr as stderr:
-            for line in stdout:
-                message = json.loads(line)
-                if "ended" in message:
-                    self._ends[message["pid"]] = message["ended"]
-                    continue
-                with self._lock:
-                    if not self._calls:
-                        continue
-                    answer, _ = self._calls.popleft()
-                if answer is self._started:  # its id may be an earlier process's
-                    self._ends.clear()
-                if "error" in message:
-                    number, said = message.get("errno"), message["error"]
-                    answer.set_exception(ConfigError(said) if number is None else OSError(number, said))
-                else:
-                    answer.set_result(message["result"])
-            errors = [line for line in stderr if "error" in line]
-        self._lose(errors[0].strip() if errors else f"its connection has ended (exit code {self._process.wait()})")
-
-
-def close_all(channels: Iterable[PipeChannel]) -> None:
-    """End all agents at once, as a mute one takes its time."""
-    threads = [threading.Thread(target=channel.close) for channel in channels]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def main() -> None:
@@ -516,25 +338,86 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else may come between the lines
-    lock, place = threading.Lock(), RemoteAgent()
+    lock = threading.Lock()
 
-    def say(**message: Any) -> None:
+    def say(line: str) -> None:
         with lock:
-            channel.write(f"{json.dumps(message)}\n")
+            channel.write(line)
             channel.flush()
 
-    for line in sys.stdin:
+    serve(RemoteAgent(), sys.stdin, say)
+    os._exit(0)  # the kernel ends what was started
+
+
+class AgentConnection:
+    """An agent's connection to the launcher that listens at `address`; a context manager. The first line is `greeting`.
+
+    Raise OSError if nobody listens there.
+    """
+
+    def __init__(self, address: tuple[str, int], greeting: str) -> None:
+        self._socket = socket.create_connection(address, timeout=_CONNECT_S)
+        self._lock = threading.Lock()
+        self._socket.settimeout(None)
+        if self._socket.getsockname() == self._socket.getpeername():  # TCP may connect a port with itself
+            self._socket.close()
+            raise ConnectionRefusedError
+        self.say(f"{greeting}\n")
+
+    def __enter__(self) -> AgentConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def say(self, line: str) -> None:
+        """Send a line, unless the launcher is gone."""
+        with self._lock, suppress(OSError):
+            self._socket.sendall(line.encode())
+
+    def lines(self, came: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the lines until the launcher is gone. Send heartbeats, and the first signal of `came`, meanwhile."""
+        rest, heard_s, sent_s, has_told = b"", awake_s(), 0.0, False
+        while (now := awake_s()) - heard_s < channels.SILENT_S:
+            if came and not has_told:
+                self.say(f"{json.dumps({'signal': came[0]})}\n")
+                has_told = True
+            if now - sent_s >= channels.PERIOD_S:
+                self.say("\n")
+                sent_s = now
+            if not select.select([self._socket], [], [], _LOOK_S)[0]:
+                continue
+            try:
+                part = self._socket.recv(1 << 16)
+            except OSError:
+                return
+            if not part:
+                return
+            heard_s = awake_s()
+            *lines, rest = (rest + part).split(b"\n")
+            yield from (line.decode() for line in lines if line)
+
+
+def serve(agent: RemoteAgent, lines: Iterable[str], say: Callable[[str], object]) -> dict[str, Any] | None:
+    """Do what the launcher's `lines` ask of `agent`; return the first line that is not a call, None at their end."""
+
+    def answer(**message: Any) -> None:
+        say(f"{json.dumps(message)}\n")
+
+    for line in lines:
         call = json.loads(line)
+        if "method" not in call:
+            return call
         try:
-            result = getattr(place, call["method"])(*call["arguments"])
+            result = getattr(agent, call["method"])(*call["arguments"])
         except (OSError, HoldfastError) as error:
-            say(error=str(error), errno=getattr(error, "errno", None) if is_storage_failure(error) else None)
+            answer(error=str(error), errno=getattr(error, "errno", None) if is_storage_failure(error) else None)
             continue
-        say(result=result)
+        answer(result=result)
         if call["method"] == "start":
             # In a thread: the next call may end the process.
-            threading.Thread(target=lambda pid=result: say(ended=place.wait(), pid=pid), daemon=True).start()
-    os._exit(0)  # the kernel ends what was started
+            threading.Thread(target=lambda pid=result: answer(ended=agent.wait(), pid=pid), daemon=True).start()
+    return None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A run on a Ray cluster: a placement group with a bundle for every process, and an actor in each.
+"""A run on a Ray cluster: a placement group with a bundle for every process, and an actor in each, which is an agent.
 
-The launcher owns the actors, so Ray ends them when it dies, and the kernel ends what they have started. Ray gives the
-bundles of a lost node to other nodes, or waits for one.
+An agent connects to the launcher, which owns the actors: Ray ends them when it dies, and the kernel ends what they have
+started. Ray gives the bundles of a lost node to other nodes, or waits for one.
 """
 
 from __future__ import annotations
@@ -11,79 +11,18 @@ import importlib
 import os
 import socket
 import uuid
-from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError
+from holdfast.launcher.cluster.channels import Listener, SocketChannel, close_all, listen
 from holdfast.launcher.cluster.cluster import ResourceRequest, assign, wanted_and_there
-from holdfast.launcher.cluster.hosts import CALL_TIMEOUT_S, HostLost, RemoteAgent, RemoteHost
-from holdfast.process.heartbeat import awake_s
+from holdfast.launcher.cluster.hosts import AgentConnection, RemoteAgent, RemoteHost, serve
 
 _CONNECT_TIMEOUT_S = 10.0
-_CLOSE_TIMEOUT_S = 10.0
-# Waiting for the end of a process takes a thread of the actor, a call another one.
-_CALLS_AT_ONCE = 4
-
-
-class RayChannel:
-    """The connection to an actor."""
-
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray = ray
-        self.actor = actor
-        self._started: Any = None
-        self._end: Any = None
-        self._posted: list[tuple[Any, float]] = []
-        self._lost: HostLost | None = None
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return self._get(getattr(self.actor, method).remote(*arguments))
-
-    def post(self, method: str, *arguments: Any) -> Future[Any]:
-        if method == "start":
-            reference = self._started = self.actor.start.remote(*arguments)
-            self._end = self.actor.behind.remote(self._started, "wait")
-        else:
-            reference = self.actor.behind.remote(self._started, method, *arguments)
-        self._posted.append((reference, awake_s() + CALL_TIMEOUT_S))
-        return reference.future()
-
-    def ended(self) -> int | None:
-        if self._lost is not None:
-            raise self._lost
-        if self._is_there(self._end):
-            return self._get(self._end)
-        self._posted = [(call, due_s) for call, due_s in self._posted if not self._is_there(call)]
-        if self._posted and awake_s() > self._posted[0][1]:
-            raise self.lose()
-        return None
-
-    @property
-    def asked(self) -> list[Any]:
-        """The calls without an answer."""
-        return [call for call, _ in self._posted]
-
-    def lose(self) -> HostLost:
-        self._ray.kill(self.actor)
-        self._lost = HostLost("it does not answer")
-        return self._lost
-
-    def _is_there(self, reference: Any) -> bool:
-        ready, _ = self._ray.wait([reference], timeout=0)
-        return bool(ready)
-
-    def _get(self, reference: Any) -> Any:
-        errors = self._ray.exceptions
-        try:
-            return self._ray.get(reference, timeout=CALL_TIMEOUT_S)
-        except errors.RayTaskError as error:
-            # Only the original error has the number of a full disk.
-            if isinstance(error.cause, HoldfastError | OSError):
-                raise error.cause from None
-            raise
-        except errors.RayError as error:
-            raise HostLost(f"Ray says {type(error).__name__}") from None
+_ENDING_S = 10.0
+# To follow the launcher takes a thread of the actor, `about` another one.
+_CALLS_AT_ONCE = 2
 
 
 class RayCluster:
@@ -93,8 +32,7 @@ class RayCluster:
         address: `HOST:PORT` of the head; None: the cluster of this machine.
         strategy: few nodes or many.
 
-    Raises:
-        ConfigError: the cluster does not exist, or Ray is not installed.
+    Raise ConfigError if the cluster does not exist, or Ray is not installed.
     """
 
     def __init__(self, address: str | None, strategy: Literal["pack", "spread"]) -> None:
@@ -102,7 +40,10 @@ class RayCluster:
         self._strategy = strategy.upper()
         self._needs: list[ResourceRequest] = []
         self._group: Any = None
-        self._channels: dict[str, RayChannel] = {}
+        self._listener = Listener(listen(), self._take)
+        self._names: dict[str, str] = {}  # by the token that an agent begins with
+        self._actors: dict[str, Any] = {}
+        self._channels: dict[str, SocketChannel] = {}
         self._about: dict[str, Any] = {}
         self._hosts: dict[str, RemoteHost] = {}
 
@@ -121,13 +62,14 @@ class RayCluster:
             make = importlib.import_module("ray.util.placement_group").placement_group
             self._group = make([need.resources for need in self._needs], strategy=self._strategy)
         for number, need in enumerate(self._needs):
-            if need.name not in self._channels:
-                self._channels[need.name] = self._new_place(number, need)
-            self._about[need.name] = self._channels[need.name].actor.about.remote()
+            channel = self._channels.get(need.name)
+            if need.name not in self._actors or (channel is not None and channel.is_lost):
+                self._add_place(number, need)
+            self._about[need.name] = self._actors[need.name].about.remote()
         self._hosts.clear()
 
     def is_placed(self) -> bool:
-        ready, waiting = self._ray.wait(list(self._about.values()), num_returns=len(self._about), timeout=0)
+        ready, _ = self._ray.wait(list(self._about.values()), num_returns=len(self._about), timeout=0)
         for number, need in enumerate(self._needs):
             if need.name in self._hosts or self._about[need.name] not in ready:
                 continue
@@ -135,14 +77,14 @@ class RayCluster:
                 about = self._ray.get(self._about[need.name])
             except self._ray.exceptions.RayActorError as error:
                 _check_imports(error)
-                self._channels[need.name] = self._new_place(number, need)
-                self._about[need.name] = self._channels[need.name].actor.about.remote()
-                waiting.append(self._about[need.name])
+                self._add_place(number, need)
+                self._about[need.name] = self._actors[need.name].about.remote()
                 continue
             _check_version(about)
-            address = about["address"]
-            self._hosts[need.name] = RemoteHost(f"{about['name']} ({address})", address, self._channels[need.name])
-        return not waiting
+            if (channel := self._channels.get(need.name)) is not None:
+                address = about["address"]
+                self._hosts[need.name] = RemoteHost(f"{about['name']} ({address})", address, channel)
+        return len(self._hosts) == len(self._needs)
 
     def missing(self) -> str:
         names = ", ".join(need.name for need in self._needs if need.name not in self._hosts)
@@ -158,18 +100,18 @@ class RayCluster:
         return []  # Ray assigns them
 
     def close(self) -> None:
-        if asked := [call for channel in self._channels.values() for call in channel.asked]:
-            # Before the actors go: `kill` ends a whole group, the kernel only our processes of it.
-            with contextlib.suppress(self._ray.exceptions.RayError):
-                self._ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_TIMEOUT_S)
-        for channel in self._channels.values():
-            self._ray.kill(channel.actor)
+        # Before the actors go: an agent ends the whole group of its process, the kernel only our processes of it.
+        close_all(self._channels.values())
+        self._listener.close()
+        for actor in self._actors.values():
+            self._ray.kill(actor)
         if self._group is not None:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 importlib.import_module("ray.util.placement_group").remove_placement_group(self._group)
         self._ray.shutdown()
 
-    def _new_place(self, number: int, need: ResourceRequest) -> RayChannel:
+    def _add_place(self, number: int, need: ResourceRequest) -> None:
+        """Have Ray start an agent, once it has room for one."""
         scheduling = importlib.import_module("ray.util.scheduling_strategies")
         strategy = scheduling.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         make: Any = self._ray.remote(_RayPlace).options(
@@ -179,22 +121,39 @@ class RayCluster:
             max_concurrency=_CALLS_AT_ONCE,
             scheduling_strategy=strategy,
         )
-        return RayChannel(self._ray, make.remote())
+        if need.name in self._actors:
+            self._ray.kill(self._actors[need.name])
+        token = uuid.uuid4().hex
+        self._channels.pop(need.name, None)
+        self._names[token] = need.name
+        self._actors[need.name] = actor = make.remote()
+        actor.follow.remote(_own_address(), self._listener.port, token)
+
+    def _take(self, channel: SocketChannel, greeting: str) -> None:
+        name = self._names.pop(greeting.strip(), None)
+        if name is None:  # a stranger
+            channel.close()
+        else:
+            self._channels[name] = channel
 
 
 class _RayPlace(RemoteAgent):
-    def behind(self, started: int, method: str, *arguments: Any) -> Any:
-        """Call a method after `start` has started a process: an actor runs its calls in no order."""
-        del started  # Ray has waited for it
-        return getattr(self, method)(*arguments)
+    def follow(self, host: str, port: int, token: str) -> None:
+        """Be the agent of the launcher at this address until the connection ends."""
+        with AgentConnection((host, port), token) as connection:
+            serve(self, connection.lines(), connection.say)
+        self.end(_ENDING_S)
 
     def about(self) -> dict[str, str]:
-        address = importlib.import_module("ray.util").get_node_ip_address()
         try:
             installed = version("holdfast")
         except PackageNotFoundError:  # only on its PYTHONPATH
             installed = "without an installation"
-        return {"name": socket.gethostname(), "version": installed, "address": address}
+        return {"name": socket.gethostname(), "version": installed, "address": _own_address()}
+
+
+def _own_address() -> str:
+    return importlib.import_module("ray.util").get_node_ip_address()
 
 
 def _connected(address: str | None) -> Any:

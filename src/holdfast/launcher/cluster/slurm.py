@@ -27,8 +27,9 @@ from holdfast.config.load import without_none
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import ConfigError
+from holdfast.launcher.cluster.channels import PipeChannel, close_all
 from holdfast.launcher.cluster.cluster import ResourceRequest, assign, wanted_and_there
-from holdfast.launcher.cluster.hosts import PipeChannel, RemoteHost, agent_command, close_all
+from holdfast.launcher.cluster.hosts import RemoteHost, agent_command
 from holdfast.process.child import killed_by
 from holdfast.run import atomic
 

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from holdfast.errors import STORAGE_FAILED, ConfigError, ProcessDied, is_storage_failure
-from holdfast.launcher.cluster import hosts
+from holdfast.launcher.cluster import channels
+from holdfast.launcher.cluster.channels import PipeChannel
 from holdfast.launcher.cluster.cluster import ResourceRequest, assign, is_trainer, trainer_names, wanted_and_there
-from holdfast.launcher.cluster.hosts import PipeChannel, RemoteHost, RemoteProcess, agent_command, travelling
+from holdfast.launcher.cluster.hosts import RemoteHost, RemoteProcess, agent_command, travelling
 from holdfast.launcher.supervisor import Child, Supervisor
 from holdfast.process.imports import module_command
 from tests.runs.processes import HANG_S
@@ -132,7 +133,7 @@ def test_the_agent_says_nothing_but_its_answers() -> None:
 def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also one that reads nothing, and nobody waits for it meanwhile. What it may say later is no answer any more."""
     for name in ("CALL_TIMEOUT_S", "_CLOSE_TIMEOUT_S"):
-        monkeypatch.setattr(hosts, name, 0.05)
+        monkeypatch.setattr(channels, name, 0.05)
     channel = PipeChannel([sys.executable, "-c", "import time; time.sleep(600)"])
     host = RemoteHost("other", "127.0.0.1", channel)
     try:
@@ -187,7 +188,7 @@ def test_a_process_with_the_number_of_an_earlier_one_has_not_ended(tmp_path: Pat
 def test_all_agents_are_ended_at_once(channel: PipeChannel) -> None:
     """One that does not end by itself holds up none of the others."""
     mute = PipeChannel(["sleep", "600"])
-    closing = threading.Thread(target=hosts.close_all, args=([mute, channel],))
+    closing = threading.Thread(target=channels.close_all, args=([mute, channel],))
     closing.start()
     assert channel._process.wait(HANG_S) == 0 and closing.is_alive() and mute._process.poll() is None
     mute._process.kill()
@@ -214,7 +215,7 @@ def test_who_is_cleared_or_stopped_on_a_mute_host_is_lost(
 ) -> None:
     log = tmp_path / "a.log"
     process = started(channel, log)
-    monkeypatch.setattr(hosts, "CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(channels, "CALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr("holdfast.launcher.supervisor.STOP_TIMEOUT_S", 0.01)
     os.kill(channel._process.pid, signal.SIGSTOP)
     try:
