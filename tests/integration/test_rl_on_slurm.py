@@ -65,7 +65,7 @@ def test_the_commands_of_two_nodes_are_stopped_and_started_again_together(
         stopped = last_step(run_dir)
         assert first <= stopped < steps and run_dir.committed_steps()[-1] == stopped
         assert f"{name}: saving the current step" in job.said
-        assert job.said.count(f"stopped at step {stopped} of {steps}, which is saved") == 2
+        assert job.said.count(f"stopped at step {stopped} of {steps}, which is saved") == 1
         job.start_again()
         job.wait_for(f"step {stopped} again", lambda stopped=stopped: f"resuming from step {stopped}" in job.said)
     job.wait()

@@ -201,27 +201,27 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
     """
     RunDir(config.output_dir).require_writable()  # before the head node changes anything
     registration = Registration.of(config, rank)
-    with noted_signals() as came:
-        if (server := meet(config.parallel, rank)) is None:
+    if (server := meet(config.parallel, rank)) is None:
+        with noted_signals() as came:
             return Follower(config, registration, environment, came).run()
-        with Nodes(server, config.parallel, registration) as nodes:
-            try:
-                RunDir(config.output_dir).lock()
-                code = _lead(config, nodes, environment, came)
-            except (Exception, KeyboardInterrupt) as error:
-                nodes.end(code_of_error(error), str(error) or type(error).__name__)
-                raise
-            nodes.end(code)
-            return code
+    with Nodes(server, config.parallel, registration) as nodes:
+        try:
+            RunDir(config.output_dir).lock()
+            code = _lead(config, nodes, environment)
+        except (Exception, KeyboardInterrupt) as error:
+            nodes.end(code_of_error(error), str(error) or type(error).__name__)
+            raise
+        nodes.end(code)
+        return code
 
 
-def _lead(config: TrainingCommand, nodes: Nodes, environment: dict[str, str], came: list[int]) -> int:
+def _lead(config: TrainingCommand, nodes: Nodes, environment: dict[str, str]) -> int:
     """Run a training program from the head node; return the exit code."""
     timeout_s = config.parallel.rdzv_timeout_s
 
     def pause(seconds: float) -> int | None:
-        time.sleep(0.0 if came else seconds)
-        return came[0] if came else nodes.asked_to_stop()
+        time.sleep(seconds)  # a signal to this command ends it, as nothing has been started
+        return nodes.asked_to_stop()
 
     print(nodes.missing(), flush=True)
     try:
@@ -249,7 +249,7 @@ def plan_on_nodes(config: TrainingCommand, nodes: Nodes, environment: dict[str, 
     resumed = with_resume(config, attempt.resume_step)
     path = write_config(attempt, process_name(config), resumed, dry_run=False)
     names, hosts, environments = trainer_names(config.parallel.nodes), nodes.hosts(), nodes.environments()
-    check_shared(nodes, list(hosts), run_dir.path)
+    check_shared(nodes, list(hosts), run_dir.path, files=[path])
     environments["trainer"] |= environment
     commands = dict.fromkeys(names, trainer_command(config, path))
     return Plan(

@@ -315,6 +315,7 @@ class Follower:
             if self._came:
                 return 128 + self._came[0]
             with suppress(OSError), self._connected() as connection:
+                print(f"the head node, {host}, shows the run, and starts its trainer here", flush=True)
                 words = serve(self._agent, connection.lines(self._came), connection.say)
                 self._agent.end(_ENDING_S)
                 if words is not None:

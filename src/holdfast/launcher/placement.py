@@ -84,7 +84,7 @@ class ClusterPlacement:
         names = trainer_names(config.trainer.parallel.nodes)
         commands = {name: argv for name, argv in plan.commands.items() if name != "trainer"}
         commands |= dict.fromkeys(names, plan.commands["trainer"])
-        check_shared(self.cluster, list(commands), plan.attempt.run_dir.path)
+        check_shared(self.cluster, list(commands), plan.attempt.run_dir.path, files=plan.paths)
         environments: dict[str, dict[str, str]] = {name: {} for name in commands}
         for name in commands:
             if devices := self.cluster.devices(name):

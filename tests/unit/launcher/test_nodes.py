@@ -164,6 +164,7 @@ def test_a_directory_that_one_node_does_not_see_is_refused(commands: Commands, m
     until(head.is_placed)
     commands.run_dir.create()
     monkeypatch.setattr("holdfast.launcher.cluster.hosts._is_there", lambda _: False)
+    monkeypatch.setattr("holdfast.launcher.cluster.cluster._VISIBLE_S", 0.0)
     with pytest.raises(ConfigError, match="does not see .*: give an --output-dir on a filesystem that all hosts share"):
         check_shared(head, ["trainer_1"], commands.run_dir.path)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from holdfast.run import atomic
 
 _PERIOD_S = 0.5
 _TELL_AFTER_S = 10.0
+_VISIBLE_S = 35.0
 
 
 @dataclass(frozen=True)
@@ -156,18 +158,23 @@ def _shown(resources: dict[str, float]) -> str:
     return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "nothing"
 
 
-def check_shared(cluster: Places, names: list[str], run_dir: Path) -> None:
-    """Check that every host sees the directory of the run; raise `ConfigError` if one does not."""
+def check_shared(cluster: Places, names: list[str], run_dir: Path, *, files: Sequence[Path] = ()) -> None:
+    """Wait until every host sees the directory of the run, and new `files` in it; raise `ConfigError` if one does not.
+
+    Network filesystems may show a new file half a minute late.
+    """
     run_dir = run_dir.absolute()
     marker = run_dir / f"{atomic.TEMPORARY_PREFIX}shared"
     marker.touch()
     try:
         for name in names:
-            host = cluster.host(name)
-            if host.ask("missing", [str(marker)]):
-                raise ConfigError(
-                    f"{host.name}, where {name} runs, does not see {run_dir}: give an --output-dir on a "
-                    "filesystem that all hosts share"
-                )
+            host, deadline = cluster.host(name), awake_s() + _VISIBLE_S
+            while missing := host.ask("missing", [str(marker), *map(str, files)]):
+                if awake_s() > deadline:
+                    raise ConfigError(
+                        f"{host.name}, where {name} runs, does not see {missing[0]}: give an --output-dir on a "
+                        "filesystem that all hosts share"
+                    )
+                time.sleep(_PERIOD_S)
     finally:
         marker.unlink()
