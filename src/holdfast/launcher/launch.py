@@ -72,6 +72,7 @@ from holdfast.launcher.preflight import (
 from holdfast.launcher.restart_policy import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.restarts import watch
 from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume, write_config
+from holdfast.launcher.resume.config_diff import find_inputs
 from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
 from holdfast.launcher.server_choice import chosen_servers, picks_its_port, reserve
@@ -310,6 +311,7 @@ def launch_rl(config: RlConfig) -> int:
             restarts=RestartLimit(config.max_restarts, config.restart_window_s),
             storage_backoff=StorageBackoff(config.storage_timeout_s),
             heartbeat_timeout_s=config.heartbeat_timeout_s,
+            inputs=lambda is_fresh: find_inputs(config.trainer, config.orchestrator, is_fresh=is_fresh),
             cluster=places.cluster if places else None,
             cluster_timeout_s=config.cluster_timeout_s,
         )

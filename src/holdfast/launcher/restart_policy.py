@@ -156,6 +156,7 @@ class RestartPolicy:
     Attributes:
         again: makes the plan of the next attempt after the trainer died.
         heartbeat_timeout_s: a process that is silent for this long is killed.
+        inputs: digests of the run's inputs as they are now, by `is_fresh`; see `find_inputs`.
         cluster: which places the processes, and may lose places; None: this machine.
         cluster_timeout_s: how long to wait for other places.
     """
@@ -164,6 +165,7 @@ class RestartPolicy:
     restarts: RestartLimit
     storage_backoff: StorageBackoff
     heartbeat_timeout_s: float
+    inputs: Callable[[bool], Mapping[str, str]] = lambda is_fresh: {}
     cluster: Places | None = None
     cluster_timeout_s: float = 0.0
 

@@ -4,8 +4,9 @@ After a death of
 - an inference server, the launcher starts it again. The orchestrator pushes the weights and repeats open requests, on
   any server, with the same seeds. One of several servers that dies too often is left out.
 - the orchestrator, it is started again and continues after the last journaled batch; the trainer waits.
-- the trainer (any rank), trainer and orchestrator start again as a new attempt, from the newest checkpoint. Journaled
-  batches and finished generations are used again.
+- the trainer (any rank), or any process if an input of the run has changed, trainer and orchestrator start again as a
+  new attempt, from the newest checkpoint. Journaled batches and finished generations are used again, if inputs are the
+  same.
 - the evaluations of `sft` and `dpo`, they start again, or are left out if that fails; training continues.
 - a process whose storage fails, it is started again when there may be room.
 """
@@ -36,12 +37,14 @@ from holdfast.launcher.restart_policy import (
     profile_lines,
     report_stop,
 )
+from holdfast.launcher.resume.config_diff import change_training, changed_inputs
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.launcher.side_processes import SideProcesses
 from holdfast.launcher.supervisor import REFRESH_S, Child, Supervisor
 from holdfast.process.child import make_output_lossy
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEALING_NAME, HEARTBEAT_ENV
+from holdfast.run.run_dir import numbered_paths
 from holdfast.view.console import Console, code_of_error, json_lines
 
 _TELLING_S = 10.0  # for a trainer whose grace is over, to report it
@@ -106,6 +109,7 @@ class _Watcher:
         self._evaluation_storage = StorageBackoff(_EVALUATION_STORAGE_S)
         self._run_dir = plan.attempt.run_dir
         self._logs = self._run_dir.logs(plan.attempt.number)
+        self._journal = self._journaled()
         self._monitors = monitors
         self._beats = beats
         self._console = Console(
@@ -157,7 +161,14 @@ class _Watcher:
         if (output := json_lines()) is not None:
             output.end = fields
         trained = step - (self._plan.attempt.resume_step or 0)
-        self._console.note("ended", exit_code=exit_code, step=step, trained=trained, error=error)
+        sampled = self._journaled() != self._journal
+        self._console.note("ended", exit_code=exit_code, step=step, trained=trained, sampled=sampled, error=error)
+
+    def _journaled(self) -> dict[str, int]:
+        """Return the names in the journal, with their sizes; nothing if the storage is away."""
+        with suppress(OSError):
+            return {path.name: path.stat().st_size for path in numbered_paths(self._run_dir.rollouts)}
+        return {}
 
     @property
     def _events(self) -> Path:
@@ -237,7 +248,10 @@ class _Watcher:
             raise self._detector.error_of(child)
         if number is not None:
             return number
-        if (is_trainer(child.name) or child.process.loss is not None) and self._healing is not None:
+        is_other = self._has_other_inputs()
+        if is_other:
+            self._side_processes.begin_again()
+        if (is_trainer(child.name) or child.process.loss is not None or is_other) and self._healing is not None:
             # The orchestrator as well: `again` goes back to a step, and servers may come back at another address.
             for other in self._supervisor.children:
                 if is_trainer(other.name):  # without a rank nothing is saved, and the others may hang
@@ -254,6 +268,17 @@ class _Watcher:
                 self._console.say(str(lost))
                 return self._bring_back(child)
         return self._watch_after(lambda: self._restart(child))
+
+    def _has_other_inputs(self) -> bool:
+        """Whether a file or library that the attempt trains with has changed: a new process would compute otherwise."""
+        attempt = self._plan.attempt
+        if self._healing is None or not attempt.inputs:
+            return False
+        try:
+            now = self._healing.inputs(attempt.resume_step is None)
+        except ReadError:  # the process that needs the file says so
+            return False
+        return change_training(changed_inputs(now, attempt.inputs))
 
     def _evaluate_again(self, child: Child) -> Child | int | None:
         """Start evaluations again, or train on without them."""

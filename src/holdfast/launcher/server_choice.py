@@ -339,7 +339,7 @@ class _ServerChoice:
     @property
     def _me(self) -> Owner:
         """The run as an owner, also before its directory exists."""
-        if self._run_dir.holds_run():
+        if self._run_dir.holds_run() and not self._run_dir.is_copy():
             return owner_of(self._run_dir)
         return Owner(self._new_id, directory_name(self._run_dir))
 

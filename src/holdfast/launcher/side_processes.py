@@ -118,6 +118,12 @@ class SideProcesses:
             if side.process is None and side.starts_at is not None and time.monotonic() >= side.starts_at:
                 self._start(side, say)
 
+    def begin_again(self) -> None:
+        """Kill the trackers, for the run goes back to another way: the next look starts them, and they find that."""
+        for side in self._processes:
+            if side.process is not None and side.name != "dashboard":
+                side.process.kill()
+
     def _take(self, side: _SideProcess, say: Callable[[str], None]) -> None:
         """Clear away a process that has ended, and decide when it is started again."""
         assert side.process is not None and side.starts_at is not None

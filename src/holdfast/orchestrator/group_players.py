@@ -26,6 +26,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import msgspec
@@ -41,6 +42,7 @@ from holdfast.errors import (
     DataError,
     EnvironmentFailure,
     HoldfastError,
+    ProcessDied,
     ProcessKilled,
     printable,
 )
@@ -80,6 +82,8 @@ from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Dropped
+from holdfast.run.manifest import content_digest
+from holdfast.run.settings import files_of_environment
 
 _log = logging.getLogger("orchestrator")
 
@@ -384,6 +388,7 @@ class Workers:
         self._slots: list[_Running | None] = [None] * settings.workers
         self._living: set[_Running] = set()
         self._alone = asyncio.Semaphore(settings.workers)
+        self._digests = self._digests_now()
         self.name = settings.label
         self.num_tasks: int | None = None
 
@@ -418,7 +423,19 @@ class Workers:
             worker = self._slots[slot] = self._new()
         return worker
 
+    def _digests_now(self) -> dict[Path, str]:
+        return {path: content_digest(path) for path in files_of_environment(self._settings).values()}
+
     def _new(self) -> _Running:
+        """Start a worker. Raise ProcessDied if it would play or score by other files than the workers before."""
+        now = self._digests_now()
+        if changed := [path for path, digest in self._digests.items() if now.get(path) != digest]:
+            died = ProcessDied(
+                f"environment '{self.name}': {changed[0]} has changed since its workers were started, and a new worker "
+                "would play or score another way: all of them are started again"
+            )
+            died.exit_code = 1  # another try is worth it
+            raise died
         worker = _Running(self._settings, self._config)
         self._living.add(worker)
         worker.life.add_done_callback(lambda _: self._living.discard(worker))

@@ -28,7 +28,7 @@ from holdfast.orchestrator.evaluation.evaluator import load_evaluation
 from holdfast.orchestrator.group_players import starting_workers
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.rounds import RoundsMaker
-from holdfast.orchestrator.state import OrchestratorState, read_state
+from holdfast.orchestrator.state import OrchestratorState, read_state, refuse_open_groups
 from holdfast.orchestrator.tasks import FreezeTolerantLoop, phase, run_until_stopped
 from holdfast.orchestrator.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.weight_sync import WeightPusher
@@ -90,7 +90,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     environments = _load_environments(config, tokenizer)
     trainer_step, state = find_start(run_dir, _resume_step(config))
     first = state.step + 1
-    _require_closed(config, state)
+    refuse_open_groups(state, config)
     adopt_mix(state, config)
     adopt_curricula(state, config)
     start_timeline(run_dir.newest_logs(), "orchestrator", step=state.step)
@@ -141,17 +141,6 @@ async def orchestrate(config: OrchestratorConfig) -> None:
             await publisher.settle()  # a batch that cannot be written must be made again, by these engines
         await client.lease.release()
     events.report("finished", step=config.max_steps)
-
-
-def _require_closed(config: OrchestratorConfig, state: OrchestratorState) -> None:
-    """Raise ConfigError if the strict schedule would lose open groups."""
-    num_open = len(state.rounds.open) if state.rounds is not None else 0
-    if config.schedule == "strict" and num_open:
-        raise ConfigError(
-            f"{num_open} groups are open after batch {state.step}, which was made in rounds, and the strict schedule "
-            "would lose them. Continue with orchestrator.schedule = 'rounds', or start a new run from the weights of "
-            "the checkpoint (ckpt.init_from)"
-        )
 
 
 def _load_environments(config: OrchestratorConfig, tokenizer: Tokenizer) -> dict[str, list[Environment]]:

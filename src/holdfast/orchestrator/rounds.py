@@ -359,17 +359,7 @@ class RoundsMaker(BatchMaker):
         await self._settle()
 
     def _problem_of(self, entry: OpenGroup) -> Problem:
-        """Return the problem of an open group. Raises ConfigError if the settings no longer fit it."""
-        name, size = entry.environment, len(entry.first_rounds)
-        settings = self._settings.get(name)
-        num_levels = len(settings.curriculum.levels) if settings and settings.curriculum else 1
-        if settings is None or self.config.rollouts_of(settings).group_size != size or (entry.level or 0) >= num_levels:
-            raise ConfigError(
-                f"task {entry.task_id} of environment '{name}' is open: it was drawn in rounds for a group of {size}"
-                f"{'' if entry.level is None else f' at level {entry.level}'}, which the settings have no more. Set "
-                "the environment, its group_size and its levels as they were, or start a new run from the weights of "
-                "the checkpoint (ckpt.init_from)"
-            )
+        name = entry.environment
         return self._problem(TaskSeed(self.config.seed, name, entry.index, level=entry.level), entry.task_id)
 
     def _keep(self, state: OrchestratorState, rounds: RoundsState) -> None:

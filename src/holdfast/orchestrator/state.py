@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from holdfast.errors import CheckpointError
+from holdfast.config.orchestrator import OrchestratorConfig
+from holdfast.errors import CheckpointError, ConfigError
 from holdfast.protocol.rollouts import Dropped
 from holdfast.run.journal import Counts
 
@@ -139,6 +140,29 @@ def read_state(path: Path, *, step: int) -> OrchestratorState:
     if state.step != step:
         raise CheckpointError(f"{path} is the state after step {state.step}, expected step {step}")
     return state
+
+
+def refuse_open_groups(state: OrchestratorState, config: OrchestratorConfig) -> None:
+    """Raise ConfigError if the settings no longer fit the groups that rounds left open."""
+    is_open = state.rounds.open if state.rounds is not None else []
+    if config.schedule == "strict" and is_open:
+        raise ConfigError(
+            f"{len(is_open)} groups are open after batch {state.step}, which was made in rounds, and the strict "
+            "schedule would lose them. Continue with orchestrator.schedule = 'rounds', or start a new run from the "
+            "weights of the checkpoint (ckpt.init_from)"
+        )
+    sections = {section.label: section for section in config.environments}
+    for group in is_open:
+        settings, size = sections.get(group.environment), len(group.first_rounds)
+        levels = settings.curriculum.levels if settings and settings.curriculum else [None]
+        fits = settings is not None and config.rollouts_of(settings).group_size == size
+        if not fits or (group.level or 0) >= len(levels):
+            level = "" if group.level is None else f" at level {group.level}"
+            raise ConfigError(
+                f"task {group.task_id} of environment '{group.environment}' is open: it was drawn in rounds for a "
+                f"group of {size}{level}, which the settings have no more. Set the environment, its group_size and its "
+                "levels as they were, or start a new run from the weights of the checkpoint (ckpt.init_from)"
+            )
 
 
 _MASK = 2**63 - 1  # engines keep seeds as non-negative int64

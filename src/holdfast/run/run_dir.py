@@ -8,6 +8,7 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ class RunDir:
             identity = self.identity()
         except (RunDirError, FileNotFoundError, NotADirectoryError):
             return None
-        return {"", identity["run_id"], identity.get("forked_from", {}).get("run_id", "")}
+        return {"", *ids_of(identity)}
 
     def created_unix_s(self) -> int | None:
         """When the run, or the run that it forks, was first started; None if unknown."""
@@ -231,8 +232,10 @@ class RunDir:
 
     def origin(self) -> str | None:
         """The run and the step that this one was forked from, `<run id>:<step>`, or None."""
-        fork = self.identity().get("forked_from")
-        return f"{fork['run_id']}:{fork['step']}" if fork else None
+        identity = self.identity()
+        fork = identity.get("forked_from")
+        copied = next(reversed(identity.get("copied_from", [])), None)
+        return copied or (f"{fork['run_id']}:{fork['step']}" if fork else None)
 
     def rewinds(self) -> list[int]:
         """The steps from which the run was deliberately trained again, discarding the later ones."""
@@ -248,6 +251,26 @@ class RunDir:
             earlier = earlier[:-1]
         identity |= {"rewinds": [*earlier, step], "rewound_by_attempt": by_attempt}
         atomic.write_file(path, checked.encode(identity))
+
+    def is_copy(self) -> bool:
+        """Whether the directory is a copy of one that still holds the run, not the same directory in another place."""
+        identity = self.identity()
+        host, _, place = identity.get("directory", "").partition(":")
+        original = RunDir(Path(place))
+        if host != socket.gethostname() or original.path == self.path or not original.holds_run():
+            return False
+        return not original.path.samefile(self.path) and original.run_id() == identity["run_id"]
+
+    def note_place(self) -> str | None:
+        """Note where the run is. A copy becomes a run of its own, which has the checkpoints, too; return its origin."""
+        identity, place, is_copy = self.identity(), directory_name(self), self.is_copy()
+        before = identity.get("directory")
+        if is_copy:
+            copied = [*identity.get("copied_from", []), identity["run_id"]]
+            identity |= {"run_id": uuid.uuid4().hex, "copied_from": copied}
+        if before != place:
+            atomic.write_file(self.path / "run.json", checked.encode(identity | {"directory": place}))
+        return before if is_copy else None
 
     def entries(self) -> list[Entry]:
         """Steps with a checkpoint, ascending, whole or not; unfinished saves are left out."""
@@ -366,6 +389,7 @@ class RunDir:
         identity = self.identity() if path.exists() else {}
         # The file that is there wins: checkpoints and servers know the run by its first id.
         identity = {"run_id": run_id or uuid.uuid4().hex, "created_unix_s": int(time.time())} | identity
+        identity["directory"] = directory_name(self)
         identity.pop("forked_from", None)  # of a fork that was killed before it was copied
         if forked_from is not None:
             identity["forked_from"] = forked_from
@@ -430,6 +454,12 @@ class RunDir:
         parents += [self.rollouts] if of_batches else []
         parents += [self.logs(attempt) for attempt in _numbered(self.path / "logs", _ATTEMPT)]
         return [path for parent in parents for path in atomic.clear_leftovers(parent)]
+
+
+def ids_of(identity: Mapping[str, Any]) -> set[str]:
+    """Return the runs whose checkpoints belong to the run of `run.json`: also its parent, and what was copied."""
+    found = {identity.get("run_id"), identity.get("forked_from", {}).get("run_id"), *identity.get("copied_from", [])}
+    return {run_id for run_id in found if run_id}
 
 
 def owner_of(run_dir: RunDir) -> Owner:

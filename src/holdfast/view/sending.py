@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -42,7 +43,7 @@ class Cursor(msgspec.Struct):
         rewinds: how many rewinds of the run are taken into account.
         step: the last step that was sent and flushed.
         evaluated: steps whose evaluations were sent.
-        alerted_unix_s: time of the newest alert or warning that was sent.
+        alerted: how many alerts and warnings of each attempt were sent; clocks of attempts may differ.
     """
 
     run_id: str
@@ -50,7 +51,7 @@ class Cursor(msgspec.Struct):
     rewinds: int = 0
     step: int = 0
     evaluated: list[int] = []
-    alerted_unix_s: float = 0.0
+    alerted: dict[str, int] = {}
 
     @property
     def tracked_id(self) -> str:
@@ -122,7 +123,7 @@ class Sending:
             attempt = self._run_dir.next_attempt() - 1
             self.step = self._tracker.begin(self._tracked_run(attempt), after=self._cursor.step)
             if self._tracker.begins_anew:
-                self._cursor.evaluated, self._cursor.alerted_unix_s = [], 0.0
+                self._cursor.evaluated, self._cursor.alerted = [], {}
             try:
                 self._follow(Evaluations(self._run_dir, attempt), is_over, wait)
             finally:
@@ -133,16 +134,19 @@ class Sending:
 
     def _follow(self, evaluations: Evaluations, is_over: Callable[[], bool], wait: Callable[[float], None]) -> None:
         lines = Tail(self._run_dir.metrics)
-        events, alerted_unix_s = EventLog(self._run_dir), self._cursor.alerted_unix_s
+        events, alarms = EventLog(self._run_dir), Counter[str]()
         while True:
             over = is_over()  # before the look: the next look sees what comes in between
             steps = new_steps(lines)
             ended = evaluations.ended(self._cursor.evaluated)
             before, is_changed = self.step, False
-            for alarm in filter(None, (alarm_of(event) for _, event in events.new())):
-                if alarm.unix_s > alerted_unix_s:
+            for attempt, event in events.new():
+                if (alarm := alarm_of(event)) is None:
+                    continue
+                alarms[str(attempt)] += 1
+                if alarms[str(attempt)] > self._cursor.alerted.get(str(attempt), 0):
                     self._tracker.alert(alarm.kind, alarm.text, step=alarm.step)
-                    self._cursor.alerted_unix_s = max(self._cursor.alerted_unix_s, alarm.unix_s)
+                    self._cursor.alerted[str(attempt)] = alarms[str(attempt)]
                     is_changed = True
             for step, metrics in steps:
                 if step > self.step:  # else a restarted trainer computed the step again, with the same result

@@ -134,7 +134,7 @@ def test_a_tracker_without_evaluations_and_alerts_is_not_asked_twice(run: Tracke
     lines = (run.run_dir.path / "own.txt").read_text().splitlines()
     assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
     noted = json.loads((run.run_dir.tracking / "tests_runs_own_tracker_InFile.json").read_bytes())
-    assert (noted["step"], noted["evaluated"], noted["alerted_unix_s"]) == (2, [2], 101.0)
+    assert (noted["step"], noted["evaluated"], noted["alerted"]) == (2, [2], {"1": 1})
 
 
 def test_evaluations_of_rl_come_in_its_lines_alone(run: TrackedDirectory) -> None:

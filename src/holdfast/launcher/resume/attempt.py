@@ -233,7 +233,7 @@ def _say_what_differs(attempt: Attempt, name: str, config: Command) -> None:
 def last_started(run_dir: RunDir, number: int, names: Sequence[str]) -> Path | None:
     """Return the configurations of the newest attempt before `number` that has all, so may have started a process.
 
-    An attempt that a trainer refused before its first step does not count, unless an orchestrator ran beside it.
+    An attempt that was refused before its first step and its first answer does not count.
     """
     for earlier in range(number - 1, 0, -1):
         directory = run_dir.configs(earlier)
@@ -243,10 +243,9 @@ def last_started(run_dir: RunDir, number: int, names: Sequence[str]) -> Path | N
 
 
 def was_refused(run_dir: RunDir, attempt: int) -> bool:
-    """Return whether an attempt without an orchestrator ended with a refusal before its first step."""
+    """Return whether an attempt ended with a refusal before it trained a step or sampled anything."""
     end = end_of(run_dir, attempt)
-    is_alone = not (run_dir.configs(attempt) / "orchestrator.toml").exists()
-    return is_alone and end is not None and end.get("exit_code") == 2 and end.get("trained") == 0
+    return end is not None and end.get("exit_code") == 2 and end.get("trained") == 0 and not end.get("sampled")
 
 
 def end_of(run_dir: RunDir, attempt: int) -> dict[str, Any] | None:

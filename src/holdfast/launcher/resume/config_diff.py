@@ -7,6 +7,7 @@ attempt prints a line for each that has changed. It does not use journaled batch
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.preference import DpoConfig
 from holdfast.config.resolved import is_free, slots_of
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import EvaluatedCommand, TrainingCommand, learning_rate, schedule_end
+from holdfast.config.training import EvaluatedCommand, SupervisedCommand, TrainingCommand, learning_rate, schedule_end
 from holdfast.errors import CheckpointError, DataError, ReadError
 from holdfast.run import checked
+from holdfast.run.data_files import find_files
 from holdfast.run.manifest import content_digest, library_versions, read_manifest
 from holdfast.run.run_dir import INPUTS_NAME
 from holdfast.run.settings import file_of_object, files_of_environment, files_of_model, flat_settings
@@ -209,6 +211,10 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
     files = {f"{_TOKENIZER}{path.name}": path for path in _tokenizer_files(trainer)}
     for key, model in models_of(trainer, is_fresh=is_fresh).items():
         files |= {f"{key}, {path.name}": path for path in files_of_model(Path(model), has_weights=is_fresh)}
+    if isinstance(trainer, SupervisedCommand):
+        with suppress(DataError):  # who loads the data refuses them
+            data = find_files(trainer.data.name, key="data.name", split=trainer.data.split)
+            files |= {f"data.name, {file.label}": file.path for file in data or ()}
     for key, name in _functions(trainer):
         if (path := file_of_object(name)) is not None:
             files[f"{key} = {name}"] = path

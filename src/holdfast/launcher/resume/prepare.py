@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from holdfast.config import PROGRAMS
 from holdfast.config.base import CkptConfig, Command
 from holdfast.config.inference import InferenceConfig
@@ -50,11 +52,14 @@ from holdfast.launcher.resume.resume_step import (
     last_kept_batch,
     refuse_to_leave_behind,
     resolve_resume_step,
+    set_aside,
     set_aside_after,
     set_aside_damaged,
 )
-from holdfast.run.checkpoints import MODEL_DIR, TRAINER_DIR, Kind, kind_of, verify_checkpoint
+from holdfast.orchestrator.state import OrchestratorState, refuse_open_groups
+from holdfast.run.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, Kind, kind_of, verify_checkpoint
 from holdfast.run.inputs import check_warm_start
+from holdfast.run.journal import STATE_NAME
 from holdfast.run.manifest import Verification, read_manifest
 from holdfast.run.run_dir import OF_RUN, RunDir
 from holdfast.run.settings import read_settings
@@ -125,6 +130,9 @@ def prepare(
             check_warm_start(ckpt.init_from, trainer.model, how=ckpt.verify)
             _refuse_other_weights(ckpt.init_from, trainer)
     _check_fits(attempt, trainer)
+    if orchestrator is not None and attempt.checkpoint is not None:
+        state = attempt.checkpoint / ORCHESTRATOR_DIR / STATE_NAME
+        refuse_open_groups(msgspec.json.decode(state.read_bytes(), type=OrchestratorState), orchestrator)
     inputs = find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None)
     attempt = replace(attempt, inputs=inputs, to_go_on=_to_go_on(trainer))
     window, done = trainer.profiled_steps, attempt.resume_step or 0
@@ -172,13 +180,25 @@ def _goes_on(run_dir: RunDir, trainer: TrainingCommand, sections: Mapping[str, C
     if not (run_dir.holds_run() or run_dir.entries()):
         return False
     source = trainer.ckpt.resume_dir if trainer.ckpt else None
-    if source is not None and run_dir.has_work() and run_dir.forked_from() != str(source.resolve()):
+    if source is not None and run_dir.has_work() and not _is_forked_from(run_dir, source.resolve()):
         raise RunDirError(
             f"{run_dir.path} already holds a run that was not forked from {source}: continue that run by "
             "--ckpt.resume-step auto, or choose another directory with --output-dir."
         )
     _go_on_or_refuse(run_dir, run_dir.next_attempt(), trainer, sections)
     return True
+
+
+def _is_forked_from(run_dir: RunDir, source: Path) -> bool:
+    """Whether the run began with the checkpoint at `source`, wherever that run lies now."""
+    fork = run_dir.identity().get("forked_from", {})
+    if fork.get("path") == str(source):
+        return True
+    try:
+        there = read_manifest(source)
+    except (CheckpointError, ReadError):
+        return False
+    return bool(there.run_id) and (there.run_id, there.step) == (fork.get("run_id"), fork.get("step"))
 
 
 def _sections(
@@ -210,15 +230,14 @@ def _make_room(
         if lives:
             refuse_to_leave_behind(attempt, last_batch, clean=clean)
         run_dir.require_writable()
+        is_other = not holds or (not again and _takes_another_way(attempt, ckpt, trainer, orchestrator))
+        if run_dir.holds_run() and not clean and (origin := run_dir.note_place()) is not None:
+            print(f"{run_dir.path} is a copy of the run in {origin}: it is a run of its own from here on")
+        if attempt.number > 1 and run_dir.holds_run() and is_other:
+            run_dir.note_rewind(attempt.resume_step or 0, by_attempt=attempt.number)
         if again:
             # They will be published again, bit for bit, and many copies would fill the disk.
             run_dir.remove_weights_after(attempt.resume_step or 0)
-        elif (
-            attempt.number > 1
-            and run_dir.holds_run()
-            and (not holds or _takes_another_way(attempt, ckpt, trainer, orchestrator))
-        ):
-            run_dir.note_rewind(attempt.resume_step or 0, by_attempt=attempt.number)
         if store is not None and attempt.fork is None:
             from holdfast.launcher.resume.remote import set_aside_remote_after
 
@@ -226,6 +245,8 @@ def _make_room(
             _with_store(lambda: set_aside_remote_after(store, attempt.resume_step or 0, run_dir), again=again)
         if clean:
             run_dir.remove_run()
+        if is_other and attempt.resume_step is None and run_dir.evaluation(0).exists():  # of another beginning
+            set_aside(run_dir, run_dir.evaluation(0), attempt.number)
         exports = trainer.program == "rl"
         _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives, exports_again=exports)
         if trainer.keep_attempts != "all":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Literal
 
 from holdfast.errors import CheckpointError, RunDirError, StorageError
@@ -12,7 +13,7 @@ from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run import atomic, checked, manifest
 from holdfast.run.checkpoints import newest_intact
 from holdfast.run.manifest import Verification
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import RunDir, ids_of
 
 
 def fetch(
@@ -113,7 +114,7 @@ def _refuse_newer_of_another_run(remote: RemoteCheckpoints, steps: list[int]) ->
         identity = checked.decode(remote.read_identity()["run.json"])
     except (KeyError, ValueError):
         return
-    ours, newer = {identity.get("run_id"), identity.get("forked_from", {}).get("run_id")}, ""
+    ours, newer = ids_of(identity), ""
     for step, run_id in _run_ids(remote, steps):
         if run_id in ours:
             break
@@ -203,15 +204,19 @@ def _adopt(remote: RemoteCheckpoints, run_dir: RunDir, run_id: str, say: Callabl
     if not (run_id or theirs):
         return
     # A fork holds a step of its first run, and an imported step has no run.
-    if run_id not in ("", theirs, identity.get("forked_from", {}).get("run_id")):
+    if run_id and run_id not in ids_of(identity):
         if theirs is not None:
             say(f"WARNING: {remote.url}/run is left out: it is of {theirs}, the checkpoint is of run {run_id}")
         identity, files = {"run_id": run_id, "created_unix_s": int(time.time())}, {}
     identity.pop("rewound_by_attempt", None)  # attempts count from 1 here
+    identity.pop("directory", None)
     files["run.json"] = checked.encode(identity)
     # run.json last: it makes this the directory of a run.
     for name in sorted(files, key="run.json".__eq__):
         path = run_dir.path / name
+        if name.startswith("tracking/"):
+            with suppress(ValueError):  # damaged: the tracker says so
+                files[name] = checked.encode(checked.decode(files[name]) | {"alerted": {}})
         atomic.make_directory(path.parent)
         atomic.write_file(path, files[name])
 
