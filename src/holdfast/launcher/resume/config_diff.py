@@ -213,7 +213,7 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
         files |= {f"{key}, {path.name}": path for path in files_of_model(Path(model), has_weights=is_fresh)}
     if isinstance(trainer, SupervisedCommand):
         with suppress(DataError):  # who loads the data refuses them
-            data = find_files(trainer.data.name, key="data.name", split=trainer.data.split)
+            data = find_files(trainer.data.name, key="data.name", split=getattr(trainer.data, "split", None))
             files |= {f"data.name, {file.label}": file.path for file in data or ()}
     for key, name in _functions(trainer):
         if (path := file_of_object(name)) is not None:
