@@ -242,7 +242,7 @@ def outcome(run_dir: RunDir, step: int) -> Outcome:
             f"ema/{name}": data
             for name, data in _contents(run_dir.weights / f"ema_step_{step}", "*.safetensors").items()
         },
-        tensors=_checkpoint_tensors(checkpoint / "trainer"),
+        tensors=checkpoint_tensors(checkpoint / "trainer"),
         trainer_state=_contents(checkpoint / "trainer", "*.json"),
         orchestrator_state=(checkpoint / "orchestrator" / "orchestrator.json").read_bytes(),
     )
@@ -275,7 +275,7 @@ def _contents(directory: Path, pattern: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.glob(pattern))}
 
 
-def _checkpoint_tensors(directory: Path) -> dict[str, bytes]:
+def checkpoint_tensors(directory: Path) -> dict[str, bytes]:
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

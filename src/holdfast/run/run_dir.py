@@ -453,6 +453,7 @@ class RunDir:
         parents = [self.path, self.checkpoints, self.weights, self.evaluations]
         parents += [self.rollouts] if of_batches else []
         parents += [self.logs(attempt) for attempt in _numbered(self.path / "logs", _ATTEMPT)]
+        parents += [self.configs(attempt) for attempt in _numbered(self.path / "configs", _ATTEMPT)]
         return [path for parent in parents for path in atomic.clear_leftovers(parent)]
 
 
