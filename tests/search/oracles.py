@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import CheckpointError
+from holdfast.launcher.resume.attempt import CONFIG_NAME
 from holdfast.run.manifest import verify
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
@@ -81,18 +82,27 @@ def _state(run: RunDir, step: int) -> dict[str, bytes]:
     """Return all that the run amounts to at a step: files of its weights, tensors, counters and random generators."""
     checkpoint = run.checkpoint(step)
     places = [run.weights_of(step), run.weights / f"ema_step_{step}"]
-    found = {
-        f"{path.parent.name}/{path.name}": path.read_bytes() for one in places for path in one.glob("*.safetensors")
-    }
-    found |= {f"trainer/{path.name}": path.read_bytes() for path in (checkpoint / "trainer").glob("*.json")}
-    found |= {f"orchestrator/{path.name}": path.read_bytes() for path in (checkpoint / "orchestrator").glob("*.json")}
-    return found | checkpoint_tensors(checkpoint / "trainer")
+    files = [path for one in places for path in one.glob("*.safetensors")]
+    found = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in files}
+    parts = [path for name in ("trainer", "orchestrator") for path in (checkpoint / name).rglob("*") if path.is_file()]
+    return found | {str(path.relative_to(checkpoint)): path.read_bytes() for path in parts}
+
+
+def _differing(run: RunDir, reference: RunDir, step: int) -> list[str]:
+    mine, theirs = _state(run, step), _state(reference, step)
+    names = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+    names = [name for name in names if not name.endswith(CONFIG_NAME)]  # it has the place of the run
+    if not any(name.endswith((".distcp", ".metadata")) for name in names):
+        return names
+    places = [one.checkpoint(step) / "trainer" for one in (run, reference)]
+    tensors, others = (checkpoint_tensors(place) for place in places)  # files may differ in what does not count
+    differing = [name for name in sorted(tensors.keys() | others.keys()) if tensors.get(name) != others.get(name)]
+    return [*(name for name in names if not name.endswith((".distcp", ".metadata"))), *differing]
 
 
 def _check_bits(run: RunDir, reference: RunDir, case: Case, *, has_moved: bool) -> list[Finding]:
-    mine, theirs = _state(run, case.steps), _state(reference, case.steps)
-    other = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-    found = [Finding("final bits", f"{len(other)} of {len(theirs)} differ: {', '.join(other[:5])}")] if other else []
+    other = _differing(run, reference, case.steps)
+    found = [Finding("final bits", f"{len(other)} parts differ: {', '.join(other[:5])}")] if other else []
     first = 2 if case.features["begins"] == "as a fork" else 1
     lines = [int(line["step"]) for line in read_metrics(run.metrics)]
     if has_moved:  # what was trained on the lost machine has no line here
