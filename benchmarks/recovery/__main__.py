@@ -19,10 +19,9 @@ import time
 from pathlib import Path
 
 from holdfast.run.run_dir import RunDir
-from tests.chaos.driver import find_process
-from tests.chaos.witness import Progress
+from tests.faults.blows import find_process
 from tests.runs.ports import free_port
-from tests.runs.rl import SMALL_BATCH, RlRun
+from tests.runs.rl import SMALL_BATCH, RlRun, last_step
 
 _VICTIMS = {
     "orchestrator": "orchestrator",
@@ -74,25 +73,25 @@ def _round(output_dir: Path, taken: dict[str, list[tuple[float, float]]]) -> flo
     """Kill every process once in one run; return the seconds of its cold start."""
     flags = (*SMALL_BATCH, "--max-steps", str(_MAX_STEPS), "--ckpt.interval", "2", "--ckpt.keep", "2")
     flags = (*flags, "--inference.server.port", str(free_port()), "--ckpt.resume-step", "auto")
-    progress = Progress(RunDir(output_dir))
+    run_dir = RunDir(output_dir)
     begin = time.monotonic()
     run = RlRun(output_dir, *flags, starts_python=True)  # forks start faster than the processes of a user
     try:
-        _wait(progress, 1, run)
+        _wait(1, run)
         cold = time.monotonic() - begin
         for victim, seconds in taken.items():
-            _wait(progress, progress.step() + _STEPS_BETWEEN, run)
+            _wait(last_step(run_dir) + _STEPS_BETWEEN, run)
             process = find_process(run, victim)
             if process is None:
                 raise SystemExit(f"there is no {_VICTIMS[victim]} to kill:\n{run.output[-4000:]}")
-            step, killed = progress.step(), time.monotonic()
+            step, killed = last_step(run_dir), time.monotonic()
             process.kill()
             if victim == "launcher":
                 run.wait()
                 run = RlRun(output_dir, *flags, starts_python=True)
-            _wait(progress, step + 1, run, busy=victim)
+            _wait(step + 1, run, busy=victim)
             first = time.monotonic() - killed
-            _wait(progress, step + _STEPS_AHEAD, run, busy=victim)
+            _wait(step + _STEPS_AHEAD, run, busy=victim)
             seconds.append((first, time.monotonic() - killed))
             if find_process(run, victim) in (None, process):
                 raise SystemExit(f"nothing has taken the place of the {_VICTIMS[victim]}:\n{run.output[-4000:]}")
@@ -103,9 +102,9 @@ def _round(output_dir: Path, taken: dict[str, list[tuple[float, float]]]) -> flo
         run.__exit__()
 
 
-def _wait(progress: Progress, step: int, run: RlRun, *, busy: str = "") -> None:
+def _wait(step: int, run: RlRun, *, busy: str = "") -> None:
     deadline = time.monotonic() + _TIMEOUT_S
-    while progress.step() < step:
+    while last_step(run.run_dir) < step:
         if run.ended() or time.monotonic() > deadline:
             raise SystemExit(f"no step {step} {busy}:\n{run.output[-4000:]}")
         time.sleep(_POLL_S)

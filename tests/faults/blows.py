@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.everything import PLAYERS
+from tests.conftest import ROOT
 from tests.faults.held_steps import at_start, exists, held_after
 from tests.forking.popen import Engine
 from tests.integration.conftest import REFERENCE_STEPS
@@ -15,6 +15,15 @@ from tests.runs.rl import CompletedRun, RlRun, complete, last_step
 
 STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
 _HEARTBEAT_S = 15
+PLAYERS = {
+    "worker": "holdfast.orchestrator.worker",
+    "mcp_server": str(ROOT / "tests" / "servers" / "light_mcp_server.py"),
+    "before_mcp_server": "holdfast.process.noted_end",
+    "mathematics": "holdfast.orchestrator.env.math_answers",
+    "sandbox": str(ROOT / "examples" / "environments" / "sandbox_inside.py"),
+    "tracker": "holdfast.view.track",
+}
+"""What plays, scores or tells beside the parts of a run: a word of the command line of each, by a victim's name."""
 
 
 def find_process(run: RlRun, victim: str) -> psutil.Process | None:

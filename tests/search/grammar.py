@@ -29,6 +29,15 @@ def _environment(**section: Any) -> tuple[str, ...]:
     return ("--orchestrator.environments", json.dumps([{"id": "tests.search.parts:Letters", **section}]))
 
 
+_JUDGE = {
+    "url": "http://127.0.0.1:JUDGE_PORT/v1",
+    "model": "judge",
+    "prompt": "{first} and {last}",
+    "max_score": 10.0,
+    "max_concurrency": 4,
+}
+
+
 _LEVELS = {"levels": [{"size": 3}, {"size": 4}], "window": 4, "advance_reward": 0.01}
 _ROUNDS = ("--orchestrator.schedule", "rounds", "--orchestrator.round-tokens", "3")
 _EVALUATION = (
@@ -65,6 +74,7 @@ FEATURES = (
             "workers": _environment(workers=1),
             "levels": _environment(curriculum=_LEVELS),
             "fails": _environment(args={"fails": 5}, on_error="drop"),
+            "judged": _environment(id="tests.search.players:Everything", args={"judge": _JUDGE}, workers=1),
         },
         ("rl",),
     ),

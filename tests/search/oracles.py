@@ -8,14 +8,19 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from holdfast.errors import CheckpointError
 from holdfast.launcher.resume.attempt import CONFIG_NAME
+from holdfast.orchestrator.judge_client import Replied
 from holdfast.run.manifest import verify
 from holdfast.run.metrics import read_metrics
+from holdfast.run.record_log import read_records
 from holdfast.run.run_dir import RunDir
-from tests.chaos.witness import Witness
 from tests.runs.rl import checkpoint_tensors, exact_metrics
 from tests.search.grammar import Case
+from tests.search.players import JudgeProcess
+from tests.search.witness import Witness
 
 _OF_A_START = ("run.lock", "orchestrator.lock", "logs/", "configs/dry_run")
 
@@ -195,6 +200,19 @@ def _alarms(run: RunDir) -> list[str]:
     events = [json.loads(line) for _, path in run.logged("events.jsonl") for line in path.read_text().splitlines()]
     told = [event["phase"] for event in events if event.get("phase", "").startswith("WARNING: ")]
     return [text.removeprefix("WARNING: ") for text in told]
+
+
+def check_judge(run: RunDir, judge: JudgeProcess, *, at_most: int) -> list[Finding]:
+    """No reply is kept twice, and only what was in flight at a hit is asked again."""
+    payloads, _ = read_records(run.judgements)
+    kept = [msgspec.msgpack.decode(payload, type=Replied).request for payload in payloads]
+    if len(kept) > len(set(kept)):
+        return [Finding("no reply is paid twice", f"{len(kept) - len(set(kept))} replies were kept twice")]
+    if (again := judge.questions("asked").total() - len(kept)) > at_most:
+        return [
+            Finding("no reply is paid twice", f"{again} questions were asked again; at most {at_most} were in flight")
+        ]
+    return []
 
 
 def check_stopped(run: RunDir) -> list[Finding]:

@@ -17,14 +17,15 @@ from pathlib import Path
 import psutil
 
 from holdfast.run.run_dir import RunDir
-from tests.chaos.witness import Witness
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
 from tests.runs.ports import free_port
 from tests.runs.rl import survivors
 from tests.search import events
 from tests.search.grammar import Case, plain
-from tests.search.oracles import Finding, check_console, check_run, check_stopped, files_of
+from tests.search.oracles import Finding, check_console, check_judge, check_run, check_stopped, files_of
+from tests.search.players import AT_ONCE, JudgeProcess
+from tests.search.witness import Witness
 
 START_TIMEOUT_S = 90.0
 """Longer than any start of a searched run takes on a busy machine; what takes longer hangs."""
@@ -156,6 +157,8 @@ class World:
         self.has_moved = False  # to an empty machine, which has no earlier lines of metrics
         self._seen: set[psutil.Process] = set()
         self._port = free_port(2) if case.program == "rl" else 0
+        is_judged = case.features.get("environment") == "judged"
+        self._judge = JudgeProcess(folder.with_name(f"asked-{time.monotonic_ns()}")) if is_judged else None
 
     def make(self, parent: Path | None = None) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -189,7 +192,9 @@ class World:
             words += ["--inference.server.port", str(self._port)]
         if case.program == "sft":
             words += ["--data.name", str(self.folder / "rows.jsonl")]
-        return [*words, *case.flags(str(self.folder)), *flags]
+        flags = (*case.flags(str(self.folder)), *flags)
+        port = self._judge.port if self._judge is not None else 0
+        return [*words, *(flag.replace("JUDGE_PORT", str(port)) for flag in flags)]
 
     def environment(self) -> dict[str, str]:
         own = {
@@ -200,6 +205,10 @@ class World:
 
     def start(self, *flags: str, case: Case | None = None, program: str = "") -> tuple[int, str]:
         """Start the command, and wait for its end; return its exit code and what it printed."""
+        with self._judge or contextlib.nullcontext():
+            return self._start(*flags, case=case, program=program)
+
+    def _start(self, *flags: str, case: Case | None, program: str) -> tuple[int, str]:
         log = self.folder / f"console-{time.monotonic_ns()}"
         argv = self.argv(*flags, case=case)
         run = shared_commands().start(
@@ -411,6 +420,8 @@ class World:
             )  # fmt: skip
         if left := sorted((self.folder / "tmp").iterdir()):
             self.find("nothing is left behind", f"temporary files: {', '.join(place.name for place in left)}")
+        if self._judge is not None:
+            self.findings += check_judge(RunDir(self.run), self._judge, at_most=AT_ONCE * (1 + len(self.hits())))
         said = "".join(self.consoles[1:])
         if self.has_changed and "changes what is computed" not in said and "saved no step" not in said:
             self.find("inputs are known by content", f"no word about other rows:\n{said[:2000]}")

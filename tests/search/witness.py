@@ -4,7 +4,6 @@ for, twice.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections import Counter, defaultdict
@@ -26,7 +25,6 @@ class Witness:
         self._run_dir = run_dir
         self._folder = folder
         self._links: defaultdict[str, dict[int, Path]] = defaultdict(dict)
-        self._finished: defaultdict[int, Counter[tuple[str, int, int]]] = defaultdict(Counter)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="witness")
 
@@ -67,16 +65,6 @@ class Witness:
             return
         known[copy.stat().st_ino] = copy
 
-    def note_finished(self) -> None:
-        """Remember every generation that is logged now: called after each hit, none of them may be asked for again."""
-        for path in self._run_dir.rollouts.glob("generations_*.log"):
-            try:
-                found = _generations(path)
-            except FileNotFoundError:
-                continue
-            step = int(path.stem.removeprefix("generations_"))
-            self._finished[step] |= Counter(found)
-
     def batches(self) -> dict[int, list[Batch]]:
         """Every batch that was ever published, by step: more than one for a step means that it was made again."""
         found: dict[int, list[Batch]] = {}
@@ -95,37 +83,9 @@ class Witness:
                     found[int(Path(name).stem.removeprefix("generations_"))].update(_generations(path))
         return dict(found)
 
-    def lost(self) -> int:
-        """How many generations that `note_finished` saw are in no log any more, so must have been made again."""
-        logged = self.generations()
-        return sum((seen - logged.get(step, Counter())).total() for step, seen in self._finished.items())
-
-    @property
-    def num_noted(self) -> int:
-        """How many finished generations of unfinished batches there were at the hits."""
-        return sum(seen.total() for seen in self._finished.values())
-
 
 def _generations(path: Path) -> list[tuple[str, int, int]]:
     """The (prompt hash, limit, seed) of each generation in a log; what is torn at its end is not there."""
     payloads, _ = read_records(path)
     answers = [decode_answer(payload) for payload in payloads[1:]]
     return [(answer.prompt, answer.max_tokens, seed) for answer in answers for seed in answer.seeds]
-
-
-class Progress:
-    """The last step in `metrics.jsonl`, read cheaply."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._path = run_dir.metrics
-
-    def step(self) -> int:
-        """0 before the first."""
-        try:
-            with open(self._path, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - 8192))
-                lines = file.read().split(b"\n")
-        except FileNotFoundError:
-            return 0
-        return int(json.loads(lines[-2])["step"]) if len(lines) > 1 and lines[-2] else 0

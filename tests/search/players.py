@@ -17,26 +17,17 @@ from holdfast.config.environments import McpServerConfig
 from holdfast.orchestrator.env.math_answers import MathAnswers
 from holdfast.orchestrator.env.mcp import McpServer
 from tests.conftest import ROOT
+from tests.faults.blows import PLAYERS
 from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 
 AT_ONCE = 4
 """Questions that a judge is asked at once."""
-TURNS = 3
-STEPS_PER_EVALUATION = 6
-PLAYERS = {
-    "worker": "holdfast.orchestrator.worker",
-    "mcp_server": str(ROOT / "tests" / "servers" / "light_mcp_server.py"),
-    "before_mcp_server": "holdfast.process.noted_end",
-    "mathematics": "holdfast.orchestrator.env.math_answers",
-    "sandbox": str(ROOT / "examples" / "environments" / "sandbox_inside.py"),
-    "tracker": "holdfast.view.track",
-}
-"""What plays, scores or tells beside the parts of a run: a word of the command line of each, by a victim's name."""
+TURNS = 2
 
 
 class Everything(Environment):
-    """Three turns with the answers of an MCP server between them; a judge, a program and mathematics give the score.
+    """Two turns with the answer of an MCP server between them; a judge, a program and mathematics give the score.
     The policy of these tests knows nothing but small letters, so the server is asked by this class and not by calls of
     the policy.
     """
@@ -72,7 +63,7 @@ class Everything(Environment):
         if not self._has_sandbox:
             return right
         # It takes a moment in which it can be hit.
-        outcome = await run_python(f"import time\ntime.sleep(0.2)\nprint(len({session.texts[-1]!r}))")
+        outcome = await run_python(f"import time\ntime.sleep(0.02)\nprint(len({session.texts[-1]!r}))")
         return right + (outcome.output == f"{length}\n".encode())
 
 
@@ -83,17 +74,6 @@ def has_sandbox() -> bool:
     except ConfigError:
         return False
     return True
-
-
-def settings_of(port: int) -> tuple[str, ...]:
-    """Return the flags of a run with two workers, evaluations and a tracker, whose judge is at `port`."""
-    judge = {"url": f"http://127.0.0.1:{port}/v1", "model": "judge", "prompt": "{first} and {last}"}
-    judge |= {"max_score": 10.0, "max_concurrency": AT_ONCE}
-    section = {"id": "tests.chaos.everything:Everything", "args": {"judge": judge}, "workers": 2}
-    return (
-        *("--orchestrator.environments", json.dumps([section]), "--orchestrator.sampling.max-tokens", "8"),
-        *("--eval.interval", str(STEPS_PER_EVALUATION), "--eval.num-tasks", "2", "--tracking.finish-timeout-s", "600"),
-    )
 
 
 class JudgeProcess:
