@@ -138,7 +138,7 @@ class Player:
             if not fault.key:
                 place = fault.share * len(keys)
                 key = keys[int(place)]
-                fault = dataclasses.replace(fault, key=key, nth=1 + int((place % 1) * reference.trail[key]))
+                fault = dataclasses.replace(fault, key=key, nth=1 + int((place % 1) ** 2 * reference.trail[key]))
             found.append(fault)
         return dataclasses.replace(case, faults=tuple(found))
 
