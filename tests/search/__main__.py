@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.search.grammar import Case, draws, every_pair, plain
+from tests.search.grammar import BLOCK, Case, draws, every_pair, plain
 from tests.search.runs import Played, Player, Refused
 
 FOUND = Path(__file__).with_name("found")
@@ -92,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="cases that are played at once")
     parser.add_argument("--pairs", action="store_true", help="print the pairs that were not met")
     parser.add_argument("--program", help="only cases of this program")
+    parser.add_argument("--only", help="only cases with this feature or fault, such as `at an event: power`")
     parser.add_argument("--no-shrink", action="store_true", help="keep cases as they were drawn")
     parser.add_argument("--first", action="store_true", help="stop after the first finding")
     parser.add_argument("--share", help=argparse.SUPPRESS)
@@ -132,9 +133,12 @@ def chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, Case]]:
         named = [(arguments.draw, next(itertools.islice(draws(seed), number, None)))]
     else:
         named = ((f"{arguments.seed}:{number}", case) for number, case in enumerate(draws(arguments.seed)))
+    mine = ((name, case) for place, (name, case) in enumerate(named) if place // BLOCK % of == share)
     if arguments.program:
-        named = ((name, case) for name, case in named if case.program == arguments.program)
-    return itertools.islice(iter(named), share, arguments.cases, of)
+        mine = ((name, case) for name, case in mine if case.program == arguments.program)
+    if arguments.only:
+        mine = ((name, case) for name, case in mine if any(arguments.only in pair[1] for pair in case.pairs()))
+    return itertools.islice(mine, arguments.cases and -(-arguments.cases // of))
 
 
 def work(arguments: argparse.Namespace) -> None:

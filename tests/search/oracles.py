@@ -72,7 +72,11 @@ def check_run(
             found += _check_bits(run, reference, case, has_moved=has_moved)
         found += _check_committed(run, case)
         found += _check_left(run)
-        if witness is not None and not has_changed and case.features.get("store", "none") == "none":
+        if (
+            witness is not None
+            and not has_changed
+            and (case.features["store"], case.features["begins"]) == ("none", "from scratch")
+        ):
             found += _check_journal(witness, case)
         if case.features["tracker"] == "own":
             found += _check_tracker(run, tracked, has_moved=has_moved)

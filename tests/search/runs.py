@@ -19,8 +19,9 @@ import psutil
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
+from tests.models.chat_templates import FORGETFUL
 from tests.runs.ports import free_port
-from tests.runs.rl import survivors
+from tests.runs.rl import MODEL, survivors
 from tests.search import events
 from tests.search.grammar import Case, plain
 from tests.search.oracles import Finding, check_console, check_judge, check_run, check_stopped, files_of
@@ -87,6 +88,8 @@ class Player:
         world = World(self._folder / "hit", case)
         with self._timed("disturbed runs"):
             world.make(parent=reference.place / "parent")
+            if case.features["begins"] == "clean":
+                shutil.copytree(world.folder / "parent", world.run, symlinks=True)
             self.num_runs += 1
             world.live()
         with self._timed("comparisons"):
@@ -113,7 +116,7 @@ class Player:
             code, said = world.start("--dry-run", case=plainly_begun(undisturbed))
         if code:
             raise Refused(said)
-        if case.features["begins"] == "as a fork":
+        if case.features["begins"] != "from scratch":
             with self._timed("parents"):
                 world.make_parent()
         with self._timed("undisturbed runs"):
@@ -167,6 +170,10 @@ class World:
         if parent is not None and parent.exists():
             shutil.copytree(parent, self.folder / "parent", symlinks=True)
         shutil.copy(ROOT / "examples" / "reverse_text" / "sft.jsonl", self.folder / "rows.jsonl")
+        (self.folder / "tokenizer").mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODEL / name, self.folder / "tokenizer")
+        (self.folder / "tokenizer" / "chat_template.jinja").write_text(FORGETFUL)
         faults = [dataclasses.asdict(fault) for fault in self.case.faults]
         self._plan(faults)
 
@@ -301,6 +308,8 @@ class World:
         return ()
 
     def _must_refuse(self, *flags: str, program: str = "", what: str) -> None:
+        if self.case.features["begins"] == "clean":  # it removes what is there
+            return
         before = files_of(self.run)
         code, said = self.start(*flags, program=program)
         if code not in (2, 5):

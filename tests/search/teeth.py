@@ -22,13 +22,15 @@ _COPIED = ("src", "tests", "examples", "configs", "pyproject.toml", "docs_tools"
 
 @dataclass(frozen=True)
 class Defect:
-    """`old` becomes `new` in a file of `src/holdfast`. `program`: where it can show; empty: in all."""
+    """`old` becomes `new` in a file of `src/holdfast`. `program`, `only`: of the search, to
+    save time: where the defect can show."""
 
     name: str
     file: str
     old: str
     new: str
     program: str = ""
+    only: str = ""
 
 
 DEFECTS = [Defect(**one) for one in json.loads(Path(__file__).with_name("defects.json").read_text())]
@@ -63,6 +65,7 @@ def hunt(tree: Path, defect: Defect, arguments: argparse.Namespace) -> bool:
     begin = time.monotonic()
     words = ["--minutes", str(arguments.minutes), "--seed", str(arguments.seed), "--workers", "1", "--first"]
     words += ["--program", defect.program] if defect.program else []
+    words += ["--only", defect.only] if defect.only else []
     command = [sys.executable, "-m", "tests.search", *words, "--no-shrink", "--found", str(tree / "found")]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     said = next((line for line in done.stdout.splitlines() if line.startswith("FOUND")), "")
