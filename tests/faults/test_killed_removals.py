@@ -52,8 +52,8 @@ _PLACES = {
     CALLS: "launcher/resume/remote.py fetch.bring, remote/uploader.py Uploader._failure_of, run/atomic.py _remove",
     ONE_CALL: (
         "launcher/launch.py with_evaluations, orchestrator/evaluation/results.py ResultsFile._write, "
-        "run/atomic.py write_file, run/record_log.py RecordLog.__init__, trainer/model/weight_offers.py "
-        "WeightOffers._withdraw, trainer/programs/rl.py run"
+        "run/atomic.py write_file, run/journal.py note_trained, run/record_log.py RecordLog.__init__, "
+        "trainer/model/weight_offers.py WeightOffers._withdraw, trainer/programs/rl.py run"
     ),
     OWN: (
         "commands/rollouts.py export, launcher/cluster/cluster.py check_shared, launcher/liveness.py "

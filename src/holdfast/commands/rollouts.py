@@ -1,28 +1,31 @@
-"""The command `rollouts`: shows the batches of an RL run, and exports them as JSON lines.
+"""The command `rollouts`: shows the answers of an RL run, and exports them as JSON lines or Parquet.
 
-`show [RUN] [STEP] [--problem I]`, `trace [RUN] STEP INDEX`, `stats [RUN] [STEP ...]` and `export [RUN] [STEP ...] --to
-FILE`. The command verifies every batch against its manifest before it shows or writes anything. An export has one
-rollout per line, with the step and the policy version of its batch.
+`read [RUN] [STEP ...]`, which is meant without a subcommand, `show [RUN] [STEP] [--problem I]`, `trace [RUN] STEP
+INDEX`, `stats [RUN] [STEP ...]` and `export [RUN] [STEP ...] --to FILE`. The command verifies every batch against its
+manifest before it shows or writes anything. An export has one rollout per line or row.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
+from holdfast.arguments import Parser, positive
 from holdfast.commands.rollouts_trace import trace
 from holdfast.errors import CheckpointError, ConfigError, RunDirError
 from holdfast.protocol.rollouts import Batch, Rollout, Sampling, list_packed
 from holdfast.run import atomic
 from holdfast.run.atomic import is_gone
-from holdfast.run.choose_run import RunSubcommands
+from holdfast.run.choose_run import RunSubcommands, steps_of
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.run.run_dir import RunDir
+from holdfast.view.answers import Answer, Choice, Expression, choose, read_answers, shown_parts
 from holdfast.view.rollout_text import (
     TextOf,
     find_batch,
@@ -37,16 +40,20 @@ from holdfast.view.rollout_text import (
 from holdfast.view.tables import Grid, Report, number, working
 
 
-def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
-    head = {"step": batch.step, "policy_version": batch.policy_version}
-    for rollout in batch.rollouts:
-        row = msgspec.to_builtins(rollout, enc_hook=list_packed)
-        yield head | row.pop("sampling") | row
+def _rows(answers: Iterable[Answer]) -> Iterator[dict[str, Any]]:
+    """Yield all of each rollout: its fields by the names of the journal, and what `rollouts read` shows."""
+    for answer in answers:
+        rollout = msgspec.to_builtins(answer.rollout, enc_hook=list_packed)
+        row = answer.row()
+        shown = {name: row[name] for name in row if name not in ("task", "sample", "metrics", "step_rewards")}
+        yield shown | rollout.pop("sampling") | rollout
 
 
+_SHOWN, _MAX_CHARACTERS, _PARQUET_ROWS = 10, 2000, 1000
+_NEWLINE = "\n               | "
 _EPILOG = (
     "STEP is a number, `latest`, or the path of a batch such as RUN/discarded/attempt_2/rollouts/step_9. "
-    "STEPS is also a span such as 3-7, or `all`. A batch stays until the oldest checkpoint needs it no more."
+    "STEPS is also a span such as 3-7 or 3:7, or `all`. A batch stays until the oldest checkpoint needs it no more."
 )
 
 
@@ -55,14 +62,19 @@ def main(argv: list[str]) -> int:
     something that is missing or damaged."""
     arguments = parse(argv)
     run_dir = RunDir(arguments.run)
-    if arguments.command == "show":
+    if arguments.command == "read":
+        report = read(
+            run_dir, steps=[*arguments.steps, *arguments.step], choice=_choice_of(arguments), is_full=arguments.full
+        )
+    elif arguments.command == "show":
         report = show(run_dir, step=arguments.step, problem=arguments.problem)
     elif arguments.command == "trace":
         report = trace(run_dir, step=arguments.step, index=arguments.index, server=arguments.server)
     elif arguments.command == "stats":
         report = stats(run_dir, steps=arguments.steps)
     else:
-        report = export(run_dir, steps=arguments.steps, to=arguments.to)
+        choice = _choice_of(arguments)
+        report = export(run_dir, steps=[*arguments.steps, *arguments.step], to=arguments.to, choice=choice)
     report.print(as_json=arguments.json)
     return report.exit_code
 
@@ -71,6 +83,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Return the arguments: `command`, `run`, `json`, and what the subcommand takes. Raise ConfigError for an
     unusable flag."""
     subcommands = RunSubcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
+    read_parser = subcommands.add("read", "Read answers: prompt, answer, right answer, reward, advantage.")
+    read_parser.add_argument("steps", nargs="*", metavar="STEPS", help="the newest batch if unset")
+    _add_choice(read_parser)
+    read_parser.add_argument("--full", action="store_true", help="do not cut long texts")
     show_parser = subcommands.add("show", "Show the problems of one batch, or the rollouts of one problem.")
     show_parser.add_argument("step", nargs="?", default="latest", metavar="STEP", help="the newest (latest) if unset")
     show_parser.add_argument("--problem", type=int, metavar="I", help="show all turns of problem I, counted from 0")
@@ -84,8 +100,96 @@ def parse(argv: list[str]) -> argparse.Namespace:
     stats_parser.add_argument("steps", nargs="*", metavar="STEPS", help="all batches if unset")
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
     export_parser.add_argument("steps", nargs="*", metavar="STEPS", help="all batches if unset")
-    export_parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="new file of JSON lines")
-    return subcommands.parse(argv)
+    export_parser.add_argument(
+        "--to", type=Path, required=True, metavar="FILE", help="new file: FILE.parquet, or JSON lines"
+    )
+    _add_choice(export_parser)
+    return subcommands.parse(_with_subcommand(argv))
+
+
+_SUBCOMMANDS = ("read", "show", "trace", "stats", "export")
+
+
+def _with_subcommand(argv: list[str]) -> list[str]:
+    """Return the words with the subcommand first: `RUN export ...` is `export RUN ...`, and `RUN ...` reads."""
+    first, second = [*argv, "", ""][:2]
+    if first in (*_SUBCOMMANDS, "", "-h", "--help"):
+        return argv
+    if second in _SUBCOMMANDS:
+        return [second, first, *argv[2:]]
+    is_meant = Path(first).is_dir() or steps_of(first, []) is not None or first.startswith("--")
+    return ["read", *argv] if is_meant and not set(argv) & set(_SUBCOMMANDS) else argv
+
+
+def _add_choice(parser: Parser) -> None:
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", nargs="?", type=positive, const=_SHOWN, metavar="N", help="the N lowest rewards (10)")
+    order.add_argument("--best", nargs="?", type=positive, const=_SHOWN, metavar="N", help="the N highest rewards (10)")
+    order.add_argument("--sort", metavar="FIELD", help="the smallest first, such as advantage; --sort=-tokens: largest")
+    parser.add_argument(
+        "--where", metavar="TEXT", help="only answers for which this is true: 'reward < 0.2 and truncated'"
+    )
+    parser.add_argument("--environment", metavar="NAME", help="only answers of this environment")
+    parser.add_argument("--step", action="append", default=[], metavar="STEPS", help="the same as STEPS")
+    parser.add_argument("--limit", type=positive, metavar="N", help="at most so many answers")
+
+
+def _choice_of(arguments: argparse.Namespace) -> Choice:
+    order = "-reward" if arguments.best else "reward" if arguments.worst else arguments.sort
+    return Choice(
+        where=Expression(arguments.where, key="--where") if arguments.where is not None else None,
+        environment=arguments.environment,
+        sort=Expression(order, key="--sort") if order is not None else None,
+        limit=arguments.limit or arguments.worst or arguments.best,
+    )
+
+
+def read(run_dir: RunDir, *, steps: Sequence[str], choice: Choice, is_full: bool = False) -> Report:
+    """Show the answers of some batches, at most ten if `choice` says no other number. Raise as `show`; ConfigError for
+    an environment or a field that no answer has."""
+    directories = find_batches(run_dir, steps or ["latest"])
+    text = text_of(run_dir)
+    answers = list(read_answers(directories, text))
+    found = choose(answers, choice)
+    shown = found[: choice.limit or _SHOWN]
+    batches = ", ".join(str(step_of(directory)) for directory in directories[:_SHOWN])
+    more = ", ..." if len(directories) > _SHOWN else ""
+    title = f"{len(shown):,} of {len(answers):,} answers of batch {batches}{more}"
+    title += f"; {len(found):,} are meant" if len(found) < len(answers) else ""
+    parts: list[Grid | str] = [title]
+    if text.reason:
+        parts.append(f"token ids are shown, since {text.reason}")
+    for answer in shown:
+        parts += ["", *_lines_of(answer, is_full=is_full)]
+    document = {"batches": [str(one) for one in directories], "answers": len(answers), "found": len(found)}
+    return Report(document | {"no_text": text.reason or None, "shown": [one.row() for one in shown]}, parts)
+
+
+def _lines_of(answer: Answer, *, is_full: bool) -> Iterator[str]:
+    rollout, parts = answer.rollout, shown_parts(answer)
+    yield (
+        f"step {answer.step}, {rollout.environment} task {rollout.task_id}, sample {rollout.sample_index}: "
+        f"reward {number(rollout.reward)}, advantage {number(answer.advantage)}"
+        f"{f', {parts}' if parts else ''}"
+    )
+    trained = answer.trained_reward
+    if trained is not None and trained != rollout.reward:
+        yield f"  trained as   | reward {number(trained)}"
+    prompt, told = answer.texts()
+    yield f"  prompt       | {_laid_out(prompt, is_full=is_full, keeps_end=True)}"
+    yield f"  answer       | {_laid_out(told, is_full=is_full)}"
+    if rollout.right_answer:
+        yield f"  right answer | {_laid_out(rollout.right_answer, is_full=is_full)}"
+    turns = f" in {answer.value('turns')} turns" if answer.value("turns") > 1 else ""
+    yield f"  ended        | {answer.ended}, after {answer.value('tokens'):,} sampled tokens{turns}"
+
+
+def _laid_out(text: str, *, is_full: bool, keeps_end: bool = False) -> str:
+    text = text.replace("\n", _NEWLINE)
+    if is_full or len(text) <= _MAX_CHARACTERS:
+        return text
+    left_out = f"... {len(text) - _MAX_CHARACTERS:,} characters more: --full ..."
+    return f"{left_out} {text[-_MAX_CHARACTERS:]}" if keeps_end else f"{text[:_MAX_CHARACTERS]} {left_out}"
 
 
 def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
@@ -280,7 +384,7 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
     return Report(document, parts, problems)
 
 
-def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
+def export(run_dir: RunDir, *, steps: Sequence[str], to: Path, choice: Choice) -> Report:
     """Write the rollouts of some batches to a new file, or nothing. Raise CheckpointError if a batch is damaged or
     there are none; ConfigError if the file exists; RunDirError if it cannot be written."""
     if to.exists():
@@ -288,14 +392,15 @@ def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
     directories = find_batches(run_dir, steps or ["all"])
     if not directories:
         raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")
-    temporary, count = atomic.temporary_sibling(to), 0
+    temporary = atomic.temporary_sibling(to)
+    answers: Iterable[Answer] = read_answers(directories, text_of(run_dir))
+    if choice != Choice():  # else batch by batch, which takes little memory
+        answers = choose(answers, choice)[: choice.limit]
     try:
         atomic.make_directory(to.parent.absolute())
         try:
             with working(f"writing {to}"), open(temporary, "wb") as file:
-                for row in (row for directory in directories for row in _rows(read_batch_at(directory))):
-                    file.write(msgspec.json.encode(row) + b"\n")
-                    count += 1
+                count = (_write_parquet if to.suffix == ".parquet" else _write_lines)(_rows(answers), file)
             atomic.fsync_file(temporary)
             os.rename(temporary, to)
         finally:
@@ -305,3 +410,26 @@ def export(run_dir: RunDir, *, steps: Sequence[str], to: Path) -> Report:
         raise RunDirError(f"{to} cannot be written: {error.strerror or error}") from None
     document = {"path": str(to), "batches": len(directories), "rollouts": count, "size_bytes": to.stat().st_size}
     return Report(document, [f"wrote {to}: {count:,} rollouts of {len(directories)} batches"])
+
+
+def _write_lines(rows: Iterable[dict[str, Any]], file: BinaryIO) -> int:
+    count = 0
+    for row in rows:
+        file.write(msgspec.json.encode(row) + b"\n")
+        count += 1
+    return count
+
+
+def _write_parquet(rows: Iterator[dict[str, Any]], file: BinaryIO) -> int:
+    """Write a column per field, and a column `metrics/NAME` per part of the rewards."""
+    import pyarrow
+    from pyarrow import parquet
+
+    tables = []
+    for part in iter(lambda: list(islice(rows, _PARQUET_ROWS)), []):
+        flat = [row | {f"metrics/{name}": value for name, value in row.pop("metrics").items()} for row in part]
+        names = dict.fromkeys(name for row in flat for name in row)
+        tables.append(pyarrow.table({name: pyarrow.array([row.get(name) for row in flat]) for name in names}))
+    table = pyarrow.concat_tables(tables, promote_options="permissive") if tables else pyarrow.table({})
+    parquet.write_table(table, file, compression="zstd")
+    return table.num_rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -168,7 +169,9 @@ async def run_group(
         for session in sessions:
             session.end()
     return [
-        _to_rollout(problem, index, session, score, is_sampled_by_teacher=config.is_sampled_by_teacher)
+        _to_rollout(
+            problem, index, session, score, right_answer(task), is_sampled_by_teacher=config.is_sampled_by_teacher
+        )
         for index, (session, score) in enumerate(zip(sessions, scores, strict=True))
     ]
 
@@ -178,6 +181,18 @@ def is_solved(rollout: Rollout, success_reward: float | None) -> bool | None:
     if success_reward is not None:
         return rollout.reward >= success_reward
     return rollout.metrics["exact"] >= 1.0 if "exact" in rollout.metrics else None
+
+
+def right_answer(task: Any) -> str:
+    """Return the right answer of a task for the journal: text as it is, plain values as JSON, nothing of others, whose
+    text may differ from process to process."""
+    answer = getattr(task, "answer", "")
+    if not isinstance(answer, str):
+        try:
+            answer = json.dumps(answer, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            return ""
+    return answer.encode(errors="backslashreplace").decode()
 
 
 def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, num_tokens: int = 0) -> Dropped:
@@ -204,7 +219,7 @@ def _is_out_of_memory(failure: HoldfastError) -> bool:
 
 
 def _to_rollout(
-    problem: Problem, index: int, session: Session, score: Score, *, is_sampled_by_teacher: bool
+    problem: Problem, index: int, session: Session, score: Score, right_answer: str, *, is_sampled_by_teacher: bool
 ) -> Rollout:
     return Rollout(
         environment=problem.name,
@@ -218,6 +233,7 @@ def _to_rollout(
         reward=score.reward,
         truncated=session.truncated,
         metrics=score.metrics | tool_metrics(session) | request_metrics(session),
+        right_answer=right_answer,
         step_rewards=step_rewards(score, session),
         branch_starts=session.branch_starts,
     )

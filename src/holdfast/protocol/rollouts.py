@@ -205,6 +205,7 @@ class Rollout(msgspec.Struct, kw_only=True):
         reward: scored reward of the whole.
         truncated: the session ended because a token limit was reached.
         metrics: further numbers of the environment, such as `exact`.
+        right_answer: of the task, as text; empty without one.
         reference_logprobs: per token, the teacher's log-probability at temperature 1; 0.0 where not sampled.
             None without a teacher that judges.
         step_rewards: rewards of turns or tokens, beside `reward`; None without any.
@@ -224,6 +225,7 @@ class Rollout(msgspec.Struct, kw_only=True):
     reward: float = 0.0
     truncated: bool = False
     metrics: dict[str, float] = {}
+    right_answer: str = ""
     reference_logprobs: Logprobs | None = None
     step_rewards: StepRewards | None = None
     branch_starts: tuple[int, ...] = (0,)

@@ -29,7 +29,7 @@ HOME = Path("outputs")
 """The commands look for runs below this directory if no argument names a run."""
 _DEPTH = 3
 _MOST_DIRECTORIES, _MOST_LISTED, _MOST_NAMED = 5000, 20, 5
-_STEP_WORD = re.compile(r"latest|all|-1|(?:step_)?([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_STEP_WORD = re.compile(r"latest|all|-1|(?:step_)?([0-9]{1,18})(?:[-:]([0-9]{1,18}))?")
 _STEP_NAME = re.compile(r"step_\d+(\.\d+)?")
 _OUTPUT_DIR = ("output_dir", "outputdir", "run")
 

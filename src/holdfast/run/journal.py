@@ -2,13 +2,16 @@
 
 `rollouts/step_N/` holds `batch.msgpack`, `orchestrator.json` (the orchestrator's state after
 producing the batch) and `manifest.json`. It appears by one rename, when everything is durable, so
-when the trainer can see batch N the orchestrator's state N exists already.
+when the trainer can see batch N the orchestrator's state N exists already. The trainer adds
+`trained.json`, which no process depends on.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,12 +19,13 @@ import msgspec
 from holdfast.errors import CheckpointError, ReadError
 from holdfast.process.heartbeat import Wait
 from holdfast.protocol.rollouts import Batch, Dropped, decode_batch, encode_batch
-from holdfast.run import atomic
+from holdfast.run import atomic, checked
 from holdfast.run.manifest import FileEntry, Manifest, describe, verify, write_manifest
 from holdfast.run.run_dir import RunDir
 
 BATCH_NAME = "batch.msgpack"
 STATE_NAME = "orchestrator.json"
+TRAINED_NAME = "trained.json"
 POLL_S = 0.005
 
 
@@ -63,6 +67,47 @@ def read_batch_in(directory: Path, *, step: int) -> Batch:
     if batch.step != step:
         raise CheckpointError(f"{directory / BATCH_NAME} is batch {batch.step}, expected batch {step}")
     return batch
+
+
+class TrainedRewards(msgspec.Struct, frozen=True):
+    """The numbers that the trainer computed for a batch, a value per rollout in the order of the batch.
+
+    Attributes:
+        rewards: after the reward model and shaping.
+        advantages: the mean over the trained tokens; None for a rollout without trained tokens.
+    """
+
+    rewards: list[float]
+    advantages: list[float | None]
+
+
+def note_trained(run_dir: RunDir, step: int, trained: TrainedRewards) -> None:
+    """Put the numbers of the trainer beside the batch of `step`. A repeated step replaces them by the same numbers."""
+    final = run_dir.batch(step) / TRAINED_NAME
+    # Beside the batches: the next start clears there what a killed process leaves.
+    temporary = atomic.temporary_sibling(final.parent)
+    try:
+        temporary.write_bytes(checked.encode(msgspec.to_builtins(trained)))
+        with suppress(FileNotFoundError):  # the batch was set aside, or a start cleared the temporary file
+            atomic.fsync_file(temporary)
+            os.rename(temporary, final)
+            atomic.fsync_directory(final.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_trained(directory: Path) -> TrainedRewards | None:
+    """Return the numbers of the trainer beside a batch; None if the batch is not trained yet. Raise CheckpointError if
+    they are damaged; ReadError if they cannot be read."""
+    path = directory / TRAINED_NAME
+    try:
+        return msgspec.convert(checked.decode(path.read_bytes()), TrainedRewards)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ReadError.of(path, error) from error
+    except ValueError as error:  # msgspec's errors are ValueErrors too
+        raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 class EnvironmentPosition(msgspec.Struct, frozen=True):

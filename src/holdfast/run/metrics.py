@@ -41,8 +41,16 @@ def _plain(value: float) -> float | int | None:
     return float(f"{value:.8g}") if math.isfinite(value) else None
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return every complete line of a `metrics.jsonl`. Raise DataError that names a line that is not JSON."""
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """Return every complete line of a `metrics.jsonl`, or of the run in a directory.
+
+    Raises:
+        DataError: there is no such file, or a line is not JSON; the error names it.
+    """
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    if not path.exists():
+        raise DataError(f"there is no file {path}: name the directory of a run that has trained a step")
     metrics: list[dict[str, float]] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if line.endswith(b"\n"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer
 
 from holdfast.launcher.resume.resume_step import set_aside_after
@@ -26,7 +27,7 @@ from holdfast.protocol.rollouts import (
     decode_packed,
 )
 from holdfast.run import atomic
-from holdfast.run.journal import Accepted, Counts, publish_batch, read_batch
+from holdfast.run.journal import Accepted, Counts, TrainedRewards, note_trained, publish_batch, read_batch
 from holdfast.run.run_dir import RunDir
 from tests.builders.checkpoint_files import flip, write_checkpoint
 from tests.conftest import BASE
@@ -324,3 +325,92 @@ def test_a_mix_of_distributions_is_shown_and_exported_by_environment(rollouts: C
     lines = [json.loads(line) for line in target.read_bytes().splitlines()]
     written = {(line["environment"], line["temperature"], line["top_k"]) for line in lines}
     assert written == {("a", 1.0, 0), ("b", 0.5, 7)}
+
+
+TRAINED = TrainedRewards(rewards=[0.0, 2.0] * 2, advantages=[-1.0, 1.0, None, 0.25])
+
+
+def test_answers_are_read_with_right_answer_advantage_and_parts(rollouts: Command, run_dir: RunDir) -> None:
+    made = make_batch(5).rollouts
+    for rollout in made:
+        rollout.right_answer = "cba"
+    publish(run_dir, 5, rollouts=made)
+    note_trained(run_dir, 5, TRAINED)
+    code, out, _ = rollouts(run_dir.path, "5", "--best", "1")
+    assert code == 0 and out.splitlines() == [
+        "1 of 4 answers of batch 5", "",
+        "step 5, a task 4, sample 1: reward 1, advantage 1, exact 1, rewards of turns 0.1 -0.33333",
+        "  trained as   | reward 2",
+        f"  prompt       | {PROMPT}",
+        f"  answer       | {ANSWER}{FEEDBACK}abc",
+        "  right answer | cba",
+        f"  ended        | token limit, after {len(encode(ANSWER) + encode('abc'))} sampled tokens in 2 turns",
+    ]  # fmt: skip
+    _, out, _ = rollouts(run_dir.path, "4")
+    assert "4 of 4 answers of batch 4" in out and "advantage -" in out and "right answer" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--where", "advantage > 0"], [("a", 1), ("b", 1)]),
+        (["--where", "advantage is None"], [("b", 0)]),
+        (["--where", "not advantage > 0 and environment == 'a'"], [("a", 0)]),
+        (["--where", "'again' in answer and exact and metrics['exact'] * 2 == 2", "--environment", "b"], [("b", 1)]),
+        (["--where", "0 <= reward < 1 or trained_reward < 0"], [("a", 0), ("b", 0)]),
+        (["--sort=-advantage"], [("a", 1), ("b", 1), ("a", 0), ("b", 0)]),
+        (["--sort", "environment", "--limit", "2"], [("a", 0), ("a", 1)]),
+        (["--worst"], [("a", 0), ("b", 0), ("a", 1), ("b", 1)]),
+        (["--where", "len(prompt) > 100"], []),
+    ],
+)
+def test_answers_are_chosen_and_sorted(
+    words: list[str], expected: list[tuple[str, int]], rollouts: Command, run_dir: RunDir, tmp_path: Path
+) -> None:
+    note_trained(run_dir, 4, TRAINED)
+    shown = document(rollouts, run_dir, "read", "--step", "4", *words)["shown"]
+    assert [(one["environment"], one["sample"]) for one in shown] == expected
+    document(rollouts, run_dir, "export", "4:4", "--to", tmp_path / "out.jsonl", *words)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["environment"], line["sample_index"]) for line in lines] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--where", "rewrd < 1"], "no answer has 'rewrd'. Did you mean 'reward'?"),
+        (["--where", "reward <"], "it is not an expression of Python"),
+        (["--where", "__import__('os').system('x')"], "is not allowed. Allowed are names"),
+        (["--where", "answer.upper() == 'X'"], "'answer.upper()' is not allowed"),
+        (["--where", "reward < 'x'"], "--where 'reward < 'x'': '<' not supported"),
+        (["--where", "1 / reward > 1"], "division by zero"),
+        (["--sort", "metrics"], "Sort by a number or a text"),
+        (["--environment", "aa"], "no answer is of it. Did you mean 'a'?"),
+        (["--worst", "0"], "must be a number from 1 on"),
+        (["--worst", "--best"], "not allowed with argument"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused(words: list[str], said: str, refused: Refused, run_dir: RunDir) -> None:
+    assert said in refused("rollouts", "read", run_dir.path, *words)
+
+
+def test_an_export_to_parquet_is_a_data_frame_in_a_line(rollouts: Command, run_dir: RunDir, tmp_path: Path) -> None:
+    note_trained(run_dir, 3, TRAINED)
+    made = make_batch(5).rollouts
+    made[0].metrics = {"other": 0.5}
+    publish(run_dir, 5, rollouts=made)
+    code, _, _ = rollouts(run_dir.path, "export", "3", "5", "--to", tmp_path / "out.parquet")
+    assert code == 0
+    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["advantage"] for row in rows] == [-1.0, 1.0, None, 0.25, *[None] * 4]
+    assert [row["metrics/exact"] for row in rows] == [0, 1, 0, 1, None, 1, 0, 1]
+    assert [row["metrics/other"] for row in rows] == [None] * 4 + [0.5, None, None, None]
+    assert rows[1]["prompt"] == PROMPT and rows[1]["answer"] == f"{ANSWER}{FEEDBACK}abc"
+    assert rows[1]["token_ids"] == list(read_batch(run_dir, 3).rollouts[1].token_ids)
+    assert (rows[1]["task_id"], rows[1]["ended"], rows[0]["ended"]) == (2, "token limit", "finished")
+
+
+def test_numbers_of_the_trainer_that_are_damaged_are_named(refused: Refused, run_dir: RunDir) -> None:
+    note_trained(run_dir, 4, TRAINED)
+    flip(run_dir.batch(4) / "trained.json")
+    assert "trained.json is damaged" in refused("rollouts", "read", run_dir.path)

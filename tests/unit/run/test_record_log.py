@@ -35,7 +35,6 @@ from holdfast.run.journal import BATCH_NAME, STATE_NAME, publish_batch, read_bat
 from holdfast.run.manifest import describe_files, read_manifest, write_manifest
 from holdfast.run.record_log import MARKER, RecordLog, read_records
 from holdfast.run.run_dir import RunDir
-from tests.conftest import ROOT
 from tests.runs.processes import HANG_S
 
 PAYLOADS = [bytes([number]) * (50 * number + 1) for number in range(6)]
@@ -212,18 +211,6 @@ def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
     assert "torn" not in caplog.text and "header" not in caplog.text
 
 
-def test_the_example_of_the_documentation_reads_a_log(tmp_path: Path) -> None:
-    example = (ROOT / "docs" / "files.md").read_text().split("```python file=print_log.py\n")[1].split("```")[0]
-    path = make_log(RunDir(tmp_path), answers=3).path
-    path.write_bytes(path.read_bytes()[:-1])
-    printed = subprocess.run([sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True)
-    header, *answers = map(msgspec.json.decode, printed.stdout.splitlines())
-    assert (header["format"], header["step"], header["weights_digest"]) == (6, 7, "d")
-    assert [answer["seeds"] for answer in answers] == [[0], [1]]
-    printed_completion = answers[1]["completions"][0]
-    assert printed_completion["token_ids"] == [11, 3] and printed_completion["logprobs"] == [-1.0, -0.5]
-
-
 def make_batch(step: int = 3) -> Batch:
     rollout = Rollout(
         environment="reverse_text", task_id=2**40, sample_index=1, token_ids=TokenIds([1, 7, 9]),
@@ -279,12 +266,3 @@ def test_waiting_ends_when_the_batch_appears_by_its_time_or_by_the_check(run_dir
 
     with pytest.raises(KeyError):
         wait_for(tmp_path / "never", timeout_s=HANG_S, check=check)
-
-
-def test_the_example_of_the_documentation_reads_a_batch(tmp_path: Path) -> None:
-    example = (ROOT / "docs" / "files.md").read_text().split("```python file=print_batch.py\n")[1].split("```")[0]
-    path = publish_batch(RunDir(tmp_path), make_batch(), b"{}") / BATCH_NAME
-    printed = subprocess.run([sys.executable, "-c", example, str(path)], check=True, capture_output=True, text=True)
-    *head, mean = printed.stdout.split()
-    assert head == ["reverse_text", str(2**40), "0.7"]
-    assert float(mean) == pytest.approx(-0.05, abs=1e-6)

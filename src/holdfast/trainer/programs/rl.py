@@ -17,7 +17,7 @@ from holdfast.config.rl_trainer import CollectiveWeights, JournalConfig
 from holdfast.errors import WaitedInVain
 from holdfast.process.events import report
 from holdfast.process.heartbeat import does
-from holdfast.run.journal import read_batch, wait_for
+from holdfast.run.journal import note_trained, read_batch, wait_for
 from holdfast.run.metrics import read_metrics
 from holdfast.run.run_dir import RunDir
 from holdfast.trainer.data.samples import check_same_tokens
@@ -112,6 +112,8 @@ def _train(
         does(f"publishing and saving step {step}", bound_s=config.save_timeout_s)
         with stopwatch.phase("publish_weights"):
             publish(step)
+        if mesh.is_main:
+            note_trained(run_dir, step, learner.trained)
         metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
         session.log(step, metrics)
         for alert in alerts.check(metrics) if mesh.is_main else ():

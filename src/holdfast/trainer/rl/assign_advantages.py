@@ -199,6 +199,12 @@ def add_distillation(samples: Sequence[Sample], coef: float) -> dict[str, float]
     return {"distillation/kl": math.fsum(divergences) / max(1, len(divergences) - 1)}
 
 
+def mean_advantages(samples: Sequence[Sample]) -> list[float | None]:
+    """Return the mean advantage over the trained tokens of each sample; None for a sample without any."""
+    found = [target_values(sample, ADVANTAGE) for sample in samples]
+    return [float(advantages_T.mean()) if len(advantages_T) else None for advantages_T in found]
+
+
 def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return mean, population std and largest magnitude over the trained tokens."""
     found = np.concatenate([target_values(sample, ADVANTAGE) for sample in samples])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from holdfast.config.algorithm import PretrainingConfig, UpdatesConfig
 from holdfast.config.training import learning_rate
 from holdfast.errors import ConfigError
 from holdfast.protocol.rollouts import ZERO_VARIANCE, Batch, Rollout, zero_variance
+from holdfast.run.journal import TrainedRewards
 from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh, Sums
@@ -37,6 +39,7 @@ from holdfast.trainer.rl.assign_advantages import (
     assign_advantages,
     assign_gae_advantages,
     build_advantage,
+    mean_advantages,
     whiten_advantages,
 )
 from holdfast.trainer.rl.batch import (
@@ -155,7 +158,13 @@ class PretrainingMix:
 
 
 class Learner:
-    """Trains the policy and the critic on one batch after another."""
+    """Trains the policy and the critic on one batch after another.
+
+    Attributes:
+        trained: rewards and advantages of the last batch.
+    """
+
+    trained: TrainedRewards
 
     def __init__(
         self,
@@ -282,6 +291,7 @@ class Learner:
             assign_advantages(samples, [[0.0 for _ in group] for group in groups])
         if config.distillation is not None and config.distillation.divergence == "sampled":
             metrics |= add_distillation(trained, config.distillation.coef)
+        self.trained = TrainedRewards(list(chain.from_iterable(rewards_PG)), mean_advantages(trained))
         return metrics | advantage_metrics(trained)
 
     def _trains_policy(self, step: int) -> bool:
