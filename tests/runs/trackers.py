@@ -87,6 +87,28 @@ class TrackedDirectory:
         """What a tracker has of the runs of this directory."""
         return _READERS[tracker](self, metric)
 
+    def tables(self, tracker: str) -> list[tuple[int, str]]:
+        """Step and text of every table of answers that a tracker has."""
+        if tracker == "tensorboard":
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+            accumulator = EventAccumulator(str(self.run_dir.path / "tensorboard" / "history_1"))
+            accumulator.Reload()
+            return [(one.step, one.tensor_proto.string_val[0].decode()) for one in accumulator.Tensors("answers")]
+        if tracker == "wandb":
+            rows = [
+                (
+                    path.parent / "files",
+                    {".".join(one.nested_key) or one.key: one.value_json for one in record.history.item},
+                )
+                for path, record in _records(self)
+            ]
+            kept = [(place, row) for place, row in rows if "answers.path" in row]
+            return [(int(row["_step"]), (place / json.loads(row["answers.path"])).read_text()) for place, row in kept]
+        folder = self.run_dir.path.parent / "files"
+        files = sorted(folder.rglob("step_*.json"))
+        return [(int(path.stem.removeprefix("step_")), path.read_text()) for path in files]
+
     def tell(self, attempt: int, phase: str, *, step: int) -> None:
         self._events += 1
         tell(self.run_dir, "trainer", phase, attempt=attempt, time=100.0 + self._events, step=step)

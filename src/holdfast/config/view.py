@@ -55,6 +55,10 @@ class TrackingConfig(Section):
     tags: list[str] = []
     """Tags of the run."""
 
+    answers_interval: int = Field(default=10, ge=0)
+    """`rl`: every so many steps W&B, MLflow and TensorBoard get a table of eight answers, from the worst to the best;
+    0: none."""
+
     finish_timeout_s: float = Field(default=60.0, gt=0)
     """How long the end of the run waits for a tracker that has not taken everything yet."""
 

@@ -35,8 +35,8 @@ class TensorBoard(Tracker):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         names = (f"tensorboard.compat.proto.{name}_pb2" for name in ("event", "summary", "tensor", "types"))
-        events, summaries, tensors, types = map(import_module, names)
-        self._event, self._summary = events.Event, summaries.Summary
+        events, self._summaries, self._tensors, self._types = map(import_module, names)
+        self._event, self._summary = events.Event, self._summaries.Summary
         directory = run.directory / "tensorboard" / f"history_{run.history}"
         if not directory.exists():
             after, self.begins_anew = 0, True
@@ -50,13 +50,8 @@ class TensorBoard(Tracker):
         self._write(file_version="brain.Event:2", source_metadata=events.SourceMetadata(writer="holdfast"))
         self._write(step=after + 1, session_log=events.SessionLog(status=events.SessionLog.START))
         settings = "".join(f"    {key} = {value}\n" for key, value in run.settings.items())
-        about = f"run {run.id}, attempt {run.attempt}\n\n{settings}".encode()
-        value = self._summary.Value(
-            tag=f"settings/attempt_{run.attempt}",
-            metadata=summaries.SummaryMetadata(plugin_data={"plugin_name": "text"}),
-            tensor=tensors.TensorProto(dtype=types.DT_STRING, string_val=[about]),
-        )
-        self._write(step=after + 1, summary=self._summary(value=[value]))
+        about = f"run {run.id}, attempt {run.attempt}\n\n{settings}"
+        self._write_text(f"settings/attempt_{run.attempt}", about, step=after + 1)
         return after
 
     def _write(self, **fields: Any) -> None:
@@ -68,6 +63,20 @@ class TensorBoard(Tracker):
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in kept.items()]
         self._write(step=step, summary=self._summary(value=values))
 
+    def log_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Write the table as text in Markdown, which the page shows as a table."""
+        head = [*answers[0]]
+        rows = [head, ["---"] * len(head), *([_markdown(value) for value in row.values()] for row in answers)]
+        self._write_text("answers", "\n".join(f"| {' | '.join(row)} |" for row in rows), step=step)
+
+    def _write_text(self, tag: str, text: str, *, step: int) -> None:
+        value = self._summary.Value(
+            tag=tag,
+            metadata=self._summaries.SummaryMetadata(plugin_data={"plugin_name": "text"}),
+            tensor=self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()]),
+        )
+        self._write(step=step, summary=self._summary(value=[value]))
+
     def flush(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -75,6 +84,12 @@ class TensorBoard(Tracker):
     def close(self) -> None:
         self.flush()
         self._file.close()
+
+
+def _markdown(value: object) -> str:
+    """Return a cell of a table in Markdown: in a line, with nothing that ends the cell."""
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return re.sub(r"([\\|`*_<>])", r"\\\1", text).replace("\n", "<br>")
 
 
 class WandB(Tracker):
@@ -101,6 +116,7 @@ class WandB(Tracker):
             project=run.project, id=run.id, name=run.name, group=run.origin, tags=list(run.tags), resume="allow",
             dir=str(directory), settings=settings,
         )  # fmt: skip
+        self._answers: dict[str, Any] = {}
         self._row: int | None = None  # the step that was logged last
         self._has_evaluation = False
         self._run.config.update({**run.settings, "attempt": run.attempt, "origin": run.origin}, allow_val_change=True)
@@ -113,8 +129,15 @@ class WandB(Tracker):
         return 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-        self._row, self._has_evaluation = step, False
+        # In one call: W&B has the whole row or nothing of it.
+        self._run.log({**metrics, **self._answers}, step=step)
+        self._row, self._has_evaluation, self._answers = step, False, {}
+
+    def log_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the table for the row of the step."""
+        import wandb
+
+        self._answers = {"answers": wandb.Table(columns=[*answers[0]], data=[[*row.values()] for row in answers])}
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
         """Add it to the row of the last step, with its own as `eval/version`: W&B takes nothing at an older step.
@@ -193,6 +216,11 @@ class MLflow(Tracker):
         ]
         if len(self._metrics) >= self._MAX_METRICS:
             self.flush()
+
+    def log_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Store a file of the step, in the format of MLflow's tables; the same again if the step is sent again."""
+        table = {"columns": [*answers[0]], "data": [[*row.values()] for row in answers]}
+        self._client.log_dict(self._id, table, f"answers/step_{step}.json")
 
     def flush(self) -> None:
         for part in _parts(self._metrics, self._MAX_METRICS):

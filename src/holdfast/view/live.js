@@ -17,7 +17,7 @@
   // Somebody who drags in a chart or has selected text keeps what is under the pointer.
   addEventListener("pointerdown", () => { held = true; }, true);
   for (const end of ["pointerup", "pointercancel", "blur"]) addEventListener(end, () => { held = false; }, true);
-  const isHeld = () => held || !getSelection().isCollapsed;
+  const isHeld = () => held || !getSelection().isCollapsed || document.activeElement?.matches(".search");
 
   // What the reader has opened, scrolled and drawn goes over into a block that takes the place of another.
   function handOver(old, fresh) {
@@ -27,11 +27,23 @@
       drawn.setAttribute("aria-label", place.getAttribute("aria-label"));
       place.replaceWith(drawn);
     }
+    const searched = [...old.querySelectorAll(".search")].map((one) => one.value);
+    const sorted = [...old.querySelectorAll(".answers")].map((one) => {
+      const head = one.querySelector("[aria-sort]");
+      return head === null ? null : { place: head.cellIndex, clicks: head.getAttribute("aria-sort") === "ascending" ? 1 : 2 };
+    });
     const opened = [...old.querySelectorAll("details")].map((one) => one.open);
     fresh.querySelectorAll("details").forEach((one, number) => { one.open = opened[number] ?? false; });
     const shifted = [...old.querySelectorAll(".scroll, pre")].map((one) => one.scrollLeft);
     old.replaceWith(fresh);
     fresh.querySelectorAll(".scroll, pre").forEach((one, number) => { one.scrollLeft = shifted[number] ?? 0; });
+    fresh.querySelectorAll(".search").forEach((one, number) => {
+      one.value = searched[number] ?? "";
+      one.dispatchEvent(new Event("input", { bubbles: true }));
+    });
+    fresh.querySelectorAll(".answers").forEach((one, number) => {
+      for (let click = 0; click < (sorted[number]?.clicks ?? 0); click++) one.tHead.rows[0].cells[sorted[number].place].click();
+    });
   }
 
   // By what can be found again in the page to come: the words of headings, of charts and of rows.

@@ -56,6 +56,33 @@
     }
     drawSeen();
   };
+  // The tables of answers: a click on a heading sorts, the other way round the second time; words leave rows out.
+  document.addEventListener("click", (event) => {
+    const head = event.target.closest(".answers th");
+    if (head === null) return;
+    const body = head.closest("table").tBodies[0], falls = head.getAttribute("aria-sort") === "ascending";
+    for (const other of head.parentNode.children) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", falls ? "descending" : "ascending");
+    const text = (row) => row.cells[head.cellIndex].textContent;
+    const compare = new Intl.Collator(undefined, { numeric: true }).compare;
+    const order = (one, other) => {
+      const [a, b] = [Number(text(one)), Number(text(other))];
+      if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) && Number.isNaN(b) ? compare(text(one), text(other)) : Number.isNaN(a) - Number.isNaN(b);
+      return a - b;
+    };
+    body.append(...[...body.rows].sort((one, other) => falls ? order(other, one) : order(one, other)));
+  });
+  document.addEventListener("input", (event) => {
+    if (!event.target.matches(".search")) return;
+    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean), place = event.target.closest("p");
+    let found = 0;
+    for (const row of place.nextElementSibling.querySelectorAll("tbody tr")) {
+      const content = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => content.includes(word));
+      found += !row.hidden;
+    }
+    place.querySelector(".found").textContent = words.length ? `${found} found` : "";
+  });
   dark.addEventListener("change", () => drawn.forEach((figure, place) => Plotly.relayout(place, layoutOf(figure, place))));
   drawSeen();
   document.documentElement.dataset.charts = String(drawn.size);

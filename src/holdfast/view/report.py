@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from holdfast.run import atomic
 from holdfast.run.choose_run import only_run, refuse_flags
 from holdfast.run.journal import read_batch
 from holdfast.run.settings import flat_settings
+from holdfast.view.answers import Answer, read_answers, shown_parts
 from holdfast.view.charts import (
     LEARNING,
     SPEED,
@@ -42,9 +44,11 @@ from holdfast.view.rollout_text import TextOf, problems_of, text_of
 from holdfast.view.run_data import RunData, read_run
 
 MAX_BATCHES = 4
+MAX_ANSWERS = 300
 _GROUPS_OF_A_BATCH = 2
 _MAX_TOKENS = 300
 _MAX_CHARACTERS = 200
+_MAX_PROMPT, _MAX_ANSWER = 400, 800
 _CONTEXT_TOKENS = 6
 _MAX_ROWS = 200
 _SHOWN_METRICS = ("reward/mean", "loss", "val/loss", "rewards/accuracies")
@@ -112,6 +116,30 @@ def _pieces(token_ids: Sequence[int], text: TextOf) -> list[str]:
     return pieces
 
 
+class ShownAnswer(NamedTuple):
+    """A row of the table of answers; `cut` is how many characters its texts lack."""
+
+    answer: Answer
+    parts: str
+    prompt: str
+    text: str
+    cut: int
+
+
+def newest_answers(run: RunData) -> list[ShownAnswer]:
+    """Return the answers of the newest batches, some hundreds. `sample_rollouts` names batches that cannot be read."""
+    text, found = text_of(run.run_dir), list[ShownAnswer]()
+    for step in reversed(run.run_dir.published_batches()):
+        with suppress(HoldfastError, OSError):
+            for answer in read_answers([run.run_dir.batch(step)], text):
+                if len(found) == MAX_ANSWERS:
+                    return found
+                prompt, told = answer.texts()
+                cut = max(0, len(prompt) - _MAX_PROMPT) + max(0, len(told) - _MAX_ANSWER)
+                found.append(ShownAnswer(answer, shown_parts(answer), prompt[-_MAX_PROMPT:], told[:_MAX_ANSWER], cut))
+    return found
+
+
 class ReportSection(NamedTuple):
     """Charts under a heading."""
 
@@ -150,6 +178,7 @@ def page_of(runs: Sequence[RunData]) -> dict[str, Any]:
         "facts": _facts(runs),
         "sections": _sections(runs),
         "tables": [table for table in _tables(runs) if table.rows],
+        "answers": [(run.name, answers) for run in runs if (answers := newest_answers(run))],
         "samples": [(run.name, samples) for run, samples, _ in found if samples],
         "settings": {
             f"{run.name}: {name}.toml": tomli_w.dumps(table) for run in runs for name, table in _settings(run).items()

@@ -23,14 +23,29 @@ from holdfast.errors import DataError, HoldfastError, RunDirError
 from holdfast.run import atomic, checked, lock
 from holdfast.run.run_dir import RunDir, number_of, numbered_paths
 from holdfast.run.settings import settings_of_attempt
+from holdfast.view.answers import read_answers, shown_parts, spread
 from holdfast.view.follow import EventLog, Tail
 from holdfast.view.load_tracker import load_tracker
+from holdfast.view.rollout_text import TextOf, text_of
 from holdfast.view.state import alarm_of
 from holdfast.view.tracker import TrackedRun
 
 _log = logging.getLogger("holdfast")
 _LOOK_S = 1.0
 _MAX_LINES = 500
+_ANSWERS = 8
+_COLUMNS = (
+    "environment",
+    "task",
+    "sample",
+    "reward",
+    "advantage",
+    "ended",
+    "tokens",
+    "prompt",
+    "answer",
+    "right_answer",
+)
 _MAX_STEPS = 2**53
 """Trackers keep steps as integers of 64 bits."""
 
@@ -111,6 +126,7 @@ class Sending:
         self._run_dir, self._name, self._config = run_dir, name, config
         self._class = load_tracker(name, key="tracking.backends")
         self._cursor = take_cursor(run_dir, name)
+        self._text: TextOf | None = None
         self.step = 0
 
     def send(self, is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep) -> None:
@@ -150,6 +166,8 @@ class Sending:
                     is_changed = True
             for step, metrics in steps:
                 if step > self.step:  # else a restarted trainer computed the step again, with the same result
+                    if answers := self._answers(step):
+                        self._tracker.log_answers(step, answers)
                     self._tracker.log(step, metrics)
                     self.step = step
                     is_changed |= self._send_evaluations(ended)
@@ -162,6 +180,23 @@ class Sending:
                 return
             if not steps:
                 wait(_LOOK_S)
+
+    def _answers(self, step: int) -> list[dict[str, Any]]:
+        """Return a table of a few answers of a step; empty for most steps, or if the batch cannot be read any more."""
+        every, place = self._config.answers_interval, self._run_dir.batch(step)
+        if not every or step % every or not place.is_dir():
+            return []
+        self._text = self._text or text_of(self._run_dir)
+        try:
+            found = spread(list(read_answers([place], self._text)), _ANSWERS)
+        except (HoldfastError, OSError) as error:  # it is damaged, or the trainer has just removed it
+            _log.warning("the answers of step %d are not sent: %s", step, error)
+            return []
+        rows = [{name: one.value(name) for name in _COLUMNS} | {"parts": shown_parts(one)} for one in found]
+        return [
+            row | dict(zip(("prompt", "answer"), one.texts(), strict=True))
+            for row, one in zip(rows, found, strict=True)
+        ]
 
     def _send_evaluations(self, ended: dict[int, dict[str, float]], *, is_last: bool = False) -> bool:
         """Send the evaluations of steps that are sent, and take them off; return whether there were any."""

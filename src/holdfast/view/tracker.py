@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,11 @@ class Tracker(ABC):
         if self.takes_older_steps:
             self.log(step, metrics)
         return True
+
+    def log_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Take a table of a few answers (`rl`), by field of `holdfast.view.answers`, right before `log` of the same
+        step. The default stores nothing."""
+        return
 
     def alert(self, kind: str, text: str, *, step: int | None) -> None:
         """Store an alert of the metrics (`alert`) or another warning (`warning`). The default stores nothing."""

@@ -23,6 +23,7 @@ from holdfast.launcher.side_processes import SideProcesses
 from holdfast.process import imports
 from holdfast.protocol.rollouts import TokenIds
 from holdfast.run import atomic
+from holdfast.run.journal import TrainedRewards, note_trained
 from holdfast.run.metrics import MetricsWriter
 from holdfast.run.run_dir import RunDir
 from holdfast.view import serve
@@ -211,6 +212,38 @@ def test_the_page_names_no_place_to_load_from(run_command: Command, tmp_path: Pa
     assert "default-src 'none'" in outside and not re.search(r"(src|href)=(?!\"#)|url\(|@import", outside)
     nonces = set(re.findall(r'nonce[=-]"?([\w-]+)', outside))
     assert len(nonces) == 1
+
+
+@pytest.mark.docs
+def test_the_answers_on_the_page_are_sorted_and_searched(run_command: Command, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    made = [sampled_rollout(reward, task_id=task) for task, reward in enumerate((0.5, -2.0, 10.0, 0.25))]
+    made[2].right_answer = f"Needle {HOSTILE}"
+    publish(run_dir, 2, rollouts=made)
+    note_trained(run_dir, 2, TrainedRewards([0.5, -2.0, 10.0, 0.25], [None, -1.5, 1e-9, 0.5]))
+    page = tmp_path / "page.html"
+    assert run_command("report", run_dir.path, "--to", page)[0] == 0
+    rows = (
+        "[...document.querySelectorAll('.answers tbody tr')].filter((one) => !one.hidden)"
+        ".map((one) => one.cells[2].textContent).join()"
+    )
+    search = (
+        "{{ const one = document.querySelector('.search'); one.value = '{}'; "
+        "one.dispatchEvent(new Event('input', {{ bubbles: true }})); }}"
+    )
+    with OpenPage(tmp_path / "profile") as opened_page:
+        opened_page.go_to(page.as_uri())
+        opened_page.when("document.documentElement?.dataset.charts")
+        heads = opened_page.evaluate("[...document.querySelectorAll('.answers th')].map((one) => one.textContent)")
+        seen = [opened_page.evaluate(rows)]
+        for name in ("reward", "reward", "advantage"):
+            opened_page.evaluate(f"document.querySelectorAll('.answers th button')[{heads.index(name)}].click()")
+            seen.append(opened_page.evaluate(rows))
+        for words in ("needle reverse", "needle", ""):
+            opened_page.evaluate(search.format(words))
+            seen.append(opened_page.evaluate(rows))
+        assert opened_page.errors == []
+    assert seen == ["0,1,2,3", "1,3,0,2", "2,0,3,1", "1,2,3,0", "", "2", "1,2,3,0"]
 
 
 @pytest.mark.clock

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from holdfast import TrackedRun
+from holdfast.run import atomic
+from holdfast.run.journal import TrainedRewards, note_trained
 from holdfast.view.backends import WandB
 from tests.builders.evaluations import evaluated
+from tests.conftest import BASE
 from tests.runs.trackers import BUILT_IN, TrackedDirectory, wait_until
+from tests.unit.commands.test_rollouts_cli import publish
 
 pytestmark = [
     pytest.mark.launch,
@@ -151,3 +156,26 @@ def test_runs_that_begin_together_share_a_new_database(tracker: str, tmp_path: P
         log = (run.run_dir.path / f"{tracker}.log").read_text()
         assert "tried again" not in log and "Traceback" not in log, log
         assert [(1, 1.0), (2, 2.0)] in run.steps(tracker).values()
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "mlflow"])
+def test_tables_of_answers_are_there_once_after_kills(tracker: str, tmp_path: Path) -> None:
+    run = TrackedDirectory(tmp_path / "run", tmp_path)
+    if tracker == "mlflow":  # its files would go to the working directory
+        client = MlflowClient(tracking_uri=run.environment["MLFLOW_TRACKING_URI"])
+        client.create_experiment("tested", artifact_location=str(tmp_path / "files"))
+    atomic.write_file(run.run_dir.configs(1) / "orchestrator.toml", f'[model]\nname = "{BASE}"\n'.encode())
+    for step in (5, 10, 20):
+        publish(run.run_dir, step)
+    note_trained(run.run_dir, 20, TrainedRewards([0.0, 1.0] * 2, [-1.0, 1.0] * 2))
+    run.train(*range(1, 11))
+    process = run.start(tracker)
+    run.wait_for(process, tracker, 10)
+    process.kill()
+    process.wait()
+    run.train(*range(11, 31))
+    run.end(run.start(tracker), tracker)
+    run.end(run.start(tracker), tracker)
+    assert [step for step, _ in run.tables(tracker)] == [10, 20], "every tenth step whose batch is there"
+    _, told = run.tables(tracker)[1]
+    assert all(part in told for part in ("right_answer", "exact 1", "token limit", "cba")), told
