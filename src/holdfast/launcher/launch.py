@@ -82,6 +82,7 @@ from holdfast.process.child import available_cores, wait_passively
 from holdfast.process.events import PROCESS_ENV
 from holdfast.process.gpus import Gpu, find_gpus
 from holdfast.process.imports import module_command
+from holdfast.run.manifest import other_data, read_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import code_of_error
 
@@ -150,6 +151,10 @@ def launch_training(config: TrainingCommand) -> int:
     )
     plan = with_evaluations(plan, attempt, config, placement, gpus)
     if config.dry_run:
+        if survey is not None and attempt.checkpoint is not None and attempt.resume_step is not None:
+            saved = read_manifest(attempt.checkpoint).fingerprints.data
+            if told := other_data(saved, survey.fingerprint, step=attempt.resume_step):
+                print(told)
         _print_plan(plan)
         forecast_beside(config if placement.trainer else asked, _card(placement))
         return 0

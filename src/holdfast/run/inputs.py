@@ -299,6 +299,7 @@ class Survey(msgspec.Struct, frozen=True):
         tokens: of the former, prompts included.
         first: the first one as text, by its side.
         notes: what was warned of.
+        fingerprint: of the data as the trainer would read them; empty if it was not asked for.
     """
 
     kind: str
@@ -307,6 +308,7 @@ class Survey(msgspec.Struct, frozen=True):
     tokens: int
     first: dict[str, str]
     notes: list[str] = []
+    fingerprint: str = ""
 
 
 def steps_of(config: SupervisedCommand, survey: Survey, epochs: float) -> int:

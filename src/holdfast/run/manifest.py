@@ -40,6 +40,16 @@ class FileEntry(msgspec.Struct, frozen=True):
     xxh3_128: str
 
 
+def other_data(saved: str, found: str, *, step: int) -> str | None:
+    """Return the warning that a checkpoint saw other training data, by their fingerprints; None if it saw the same."""
+    if saved == found:
+        return None
+    return (
+        f"WARNING: the training data are not those of step {step} ({saved} -> {found}): the position in them is kept, "
+        "so samples may be trained twice or never in this epoch"
+    )
+
+
 class Fingerprints(msgspec.Struct, frozen=True):
     """xxh3-128 of the parts of a run; empty if a part does not apply.
 

@@ -269,8 +269,6 @@ def resume(checkpointer: Checkpointer, run_dir: RunDir, step: int, *, data_finge
     report("loading checkpoint", step=step)
     saved = manifest.read_manifest(run_dir.checkpoint(step))
     checkpointer.load(step, verify="size")
-    if saved.fingerprints.data != data_fingerprint and mesh.is_main:
-        report(
-            f"WARNING: the training data are not those of step {step} ({saved.fingerprints.data} -> "
-            f"{data_fingerprint}): the position in them is kept, so samples may be trained twice or never in this epoch"
-        )
+    told = manifest.other_data(saved.fingerprints.data, data_fingerprint, step=step)
+    if told is not None and mesh.is_main:
+        report(told)

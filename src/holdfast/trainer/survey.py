@@ -33,10 +33,17 @@ from holdfast.process.events import report
 from holdfast.run.inputs import Survey, epochs_of, in_short, steps_per_epoch, too_few_for_a_step
 from holdfast.trainer.data.formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.data.rows import Sample
-from holdfast.trainer.data.samples import check_same_tokens, load_samples, load_tokenizer
+from holdfast.trainer.data.samples import check_same_tokens, fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import ChosenSamples
 from holdfast.trainer.positions import check_lengths
-from holdfast.trainer.preference.pairs import Pair, Preference, load_answers, load_pairs, split_preferences
+from holdfast.trainer.preference.pairs import (
+    Pair,
+    Preference,
+    fingerprint_preferences,
+    load_answers,
+    load_pairs,
+    split_preferences,
+)
 
 if TYPE_CHECKING:
     from holdfast.trainer.mesh import Mesh
@@ -110,13 +117,17 @@ def take_survey(config: SupervisedCommand) -> Survey:
     handler.emit = lambda record: notes.append(record.getMessage().removeprefix("WARNING: "))  # type: ignore[method-assign]
     logging.getLogger("holdfast").addHandler(handler)
     tokenizer = load_tokenizer(config.model.tokenizer_name)
+    fingerprint = ""  # takes a pass over all tokens
     if isinstance(config, DpoConfig | RewardTrainingConfig):
         preferences = list(load_preferences(config, tokenizer))
         training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
+        fingerprint = fingerprint_preferences(training) if config.dry_run else ""
     else:
         training, held_out = load_samples(config.data, tokenizer, seed=config.seed)
+        fingerprint = fingerprint_samples(training) if config.dry_run else ""
     check_lengths(config, training, held_out)
-    return msgspec.structs.replace(survey_of(training, len(held_out), tokenizer), notes=notes)
+    found = survey_of(training, len(held_out), tokenizer)
+    return msgspec.structs.replace(found, notes=notes, fingerprint=fingerprint)
 
 
 def main(program: str, path: str) -> None:

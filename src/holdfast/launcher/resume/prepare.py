@@ -140,6 +140,11 @@ def prepare(
         print(f"WARNING: profile = {window}: nothing is profiled, the run continues from step {done}")
     if not dry_run:
         _make_room(attempt, ckpt, sections, store, clean=clean, again=again)
+    elif not clean:
+        _, last_batch, _ = _look_at_the_rest(attempt, ckpt, sections, clean=clean)
+        kept = attempt.resume_step or 0 if last_batch is None else last_batch
+        if left := [batch for batch in run_dir.published_batches() if batch > kept]:
+            print(f"a start makes journaled batches again: {left[0]}{f' to {left[-1]}' if len(left) > 1 else ''}")
     return attempt
 
 
@@ -209,6 +214,26 @@ def _sections(
     return {name: section for name, section in found.items() if section is not None}
 
 
+def _look_at_the_rest(
+    attempt: Attempt,
+    ckpt: CkptConfig,
+    sections: tuple[TrainingCommand, OrchestratorConfig | None, InferenceConfig | None],
+    *,
+    clean: bool,
+) -> tuple[bool, int | None, bool]:
+    """Print which inputs have changed. Return whether none has changed, the last batch that is kept, and whether an
+    orchestrator that was started by hand lives. Raise RunDirError if it would be left without its batches."""
+    trainer, orchestrator, inference = sections
+    lives = orchestrator is None and attempt.run_dir.has_orchestrator()  # started by hand, as this trainer
+    holds = True if clean else _tell_changed_inputs(attempt, trainer)
+    # A trainer that is started by hand does not know the settings of its orchestrator.
+    keeps = not clean and (holds or orchestrator is None)
+    last_batch = last_kept_batch(attempt, ckpt, trainer, orchestrator, inference) if keeps else None
+    if lives:
+        refuse_to_leave_behind(attempt, last_batch, clean=clean)
+    return holds, last_batch, lives
+
+
 def _make_room(
     attempt: Attempt,
     ckpt: CkptConfig,
@@ -219,16 +244,10 @@ def _make_room(
     again: bool,
 ) -> None:
     """Set aside or remove what the attempt supersedes in the store and the run directory."""
-    trainer, orchestrator, inference = sections
+    trainer, orchestrator, _ = sections
     run_dir = attempt.run_dir
-    lives = orchestrator is None and run_dir.has_orchestrator()  # started by hand, as this trainer
     try:
-        holds = True if clean else _tell_changed_inputs(attempt, trainer)
-        # A trainer that is started by hand does not know the settings of its orchestrator.
-        keeps = not clean and (holds or orchestrator is None)
-        last_batch = last_kept_batch(attempt, ckpt, trainer, orchestrator, inference) if keeps else None
-        if lives:
-            refuse_to_leave_behind(attempt, last_batch, clean=clean)
+        holds, last_batch, lives = _look_at_the_rest(attempt, ckpt, sections, clean=clean)
         run_dir.require_writable()
         is_other = not holds or (not again and _takes_another_way(attempt, ckpt, trainer, orchestrator))
         if run_dir.holds_run() and not clean and (origin := run_dir.note_place()) is not None:

@@ -215,8 +215,12 @@ def test_an_input_that_was_exchanged_is_said_and_what_it_made_is_made_anew(
         if is_exchanged:
             exchange(path)
         capsys.readouterr()
+        prepare(config.trainer, clean=False, dry_run=True, orchestrator=config.orchestrator)
+        planned = capsys.readouterr().out
+        assert run.published_batches() == [1] and ("makes journaled batches again: 1\n" in planned) is (not kept)
         start_rl(config)
-        assert len(said_of(path, capsys.readouterr().out)) == is_exchanged
+        assert len(said := said_of(path, capsys.readouterr().out)) == is_exchanged
+        assert said_of(path, planned) == said, "a dry run says the same"
         assert run.published_batches() == kept
 
 
