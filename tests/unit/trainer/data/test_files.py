@@ -37,10 +37,8 @@ CHAT = st.builds(
     st.lists(turn("system"), max_size=1),
     st.lists(st.tuples(turn("user"), turn("assistant"), WEIGHT), min_size=1, max_size=2),
 )
-SHARED = st.builds(
-    lambda pairs: [{"from": kind, "value": text} for pair in pairs for kind, text in zip(("human", "gpt"), pair, strict=True)],
-    st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=2),
-)  # fmt: skip
+SAID = st.tuples(*(st.fixed_dictionaries({"from": st.just(kind), "value": TEXT}) for kind in ("human", "gpt")))
+SHARED = st.lists(SAID, min_size=1, max_size=2).map(lambda pairs: [turn for pair in pairs for turn in pair])
 FORMATS = {
     "messages": st.fixed_dictionaries({"messages": CHAT}),
     "conversations": st.fixed_dictionaries({"conversations": SHARED}, optional={"system": TEXT}),
