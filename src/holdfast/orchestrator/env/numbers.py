@@ -28,11 +28,11 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+
 _POWER = r"10\s?(?:\^\s?\{?\s?(?P<%s>[-+]?\d+)\s?\}?|(?P<%s>[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+))"
 _NUMBER = re.compile(
     rf"""
-    (?P<sign>(?<![\w)\]}}.%])[-+](?=[\d.]|\\?[$€£¥₹]\d|\\[dt]?frac|\\?[$€£¥₹]\.\d))?
+    (?P<sign>(?<![\w)\]}}.%])[-+](?=[\d.]|\\?[$€£¥₹]\d|\\[cdt]?frac|\\?[$€£¥₹]\.\d))?
     (?:\\?[$€£¥₹](?=[\d.]))?
     (?:
         (?<![\d.,])(?P<clock>\d+(?::\d+)+)
-      | \\[dt]?frac\s?(?:\{{\s?(?P<top>-?\d+)\s?\}}\s?\{{\s?(?P<bottom>\d+)\s?\}}|(?P<upper>\d)(?P<lower>\d))
+      | \\[cdt]?frac\s?(?:\{{\s?(?P<top>-?\d+)\s?\}}|(?P<upper>\d))\s?(?:\{{\s?(?P<bottom>\d+)\s?\}}|(?P<lower>\d))
       | (?<![\d.,/])(?:(?P<whole>\d+)\ )?(?P<over>\d+)\ ?/\ ?(?P<under>\d+)(?![\d/]|[.,]\d)
       | (?<![\d.,]){_POWER % ("power", "raised")}
       | (?:
@@ -53,7 +53,9 @@ _ENCLOSED = re.compile(r"([(\[])[^()\[\]]+([)\]])")
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d?(?:,\d{2})+,\d{3}(?:\.\d+)?")
 _DOTTED_THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}")
 _BETWEEN = re.compile(r"(?:[\s,;()\[\]{}$€£¥₹.%]|percent|\\boxed|\\text|\\[()\[\]{} ,;!%]|\\left|\\right)*")
-_PLAIN = re.compile(r"-?\d+(?:\.\d+)?|-?\d+/\d+|-?\\[dt]?frac.*")
+_NO_BLANKS = "\u0900-\u0fff\u3000-\u9fff\uac00-\ud7af\uff00-\uffef"  # India to Tibet; China, Japan and Korea
+_BEFORE, _BEHIND = re.compile(rf"(?<=[>{_NO_BLANKS}])(?=[-+]?\.?\d)"), re.compile(rf"(?<=\d)(?=[<{_NO_BLANKS}])")
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?|-?\d+/\d+|-?\\[cdt]?frac.*")
 _MOST_DIGITS = 4000  # Python refuses integers of more digits
 
 
@@ -152,7 +154,10 @@ def _brackets(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return `text` with the numbers as digits, a point and a slash: 1,234.5 as 1234.5, and 1 1/2 as 3/2."""
+    """Return `text` with the numbers as digits, a point and a slash: 1,234.5 as 1234.5, and 1 1/2 as 3/2.
+
+    Tags and letters of scripts without blanks are apart from numbers, since math-verify finds none beside them.
+    """
     text = fold(text)
     written, place = "", 0
     for number in read_numbers(text):
@@ -162,7 +167,8 @@ def plain(text: str) -> str:
         is_plain = _PLAIN.fullmatch(as_written) is not None
         written += text[place : number.start] + (as_written if is_plain else digits_of(number))
         place = number.end
-    return written + text[place:]
+    written += text[place:]
+    return _BEFORE.sub(" ", _BEHIND.sub(" ", written))
 
 
 def digits_of(number: Number) -> str:
