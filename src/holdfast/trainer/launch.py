@@ -3,9 +3,9 @@
 torchrun's launcher (torch.distributed.launcher) forks the ranks, so the imports, which take seconds, run once. If a
 rank ends early, the launcher stops the other ranks, and exits with the code of the rank that failed first.
 
-With `parallel.nodes` above 1, every node runs this command with the same file. Environment:
-    HOLDFAST_NODE_RANK       the rank of this node, from 0; node 0 is the host of `parallel.rdzv_endpoint`
-    HOLDFAST_RDZV_ENDPOINT   HOST:PORT of the rendezvous instead
+With `parallel.nodes` above 1, the launcher runs this command on every node with the same file. Environment:
+    HOLDFAST_NODE_RANK       the rank of this node, from 0
+    HOLDFAST_RDZV_ENDPOINT   HOST:PORT on node 0, where the ranks of this attempt meet
 
 A request to stop goes to all nodes through the store of the rendezvous, also while no collective runs. The launcher
 ends all nodes if one fails: their ranks may hang in a collective.
@@ -34,8 +34,8 @@ from holdfast.config import PROGRAMS, TrainerConfig, program_config
 from holdfast.config.load import read_toml
 from holdfast.config.preference import DpoConfig
 from holdfast.config.rl_trainer import CollectiveWeights
-from holdfast.config.training import ParallelConfig, TrainingCommand
-from holdfast.errors import ConfigError, HoldfastError, RankLost, is_storage_failure
+from holdfast.config.training import ParallelConfig, TrainingCommand, host_and_port
+from holdfast.errors import HoldfastError, RankLost, is_storage_failure
 from holdfast.process.child import (
     available_cores,
     die_with_launcher,
@@ -62,28 +62,6 @@ ENDPOINT_ENV = "HOLDFAST_RDZV_ENDPOINT"
 _LOOPBACK = "127.0.0.1"
 _ONE_NODE = "holdfast_one_node"
 _PERIOD_S = 0.2
-
-
-def node_rank(parallel: ParallelConfig) -> int:
-    """Return the rank of this node. Raise ConfigError if the environment lacks the rank or the endpoint."""
-    if parallel.nodes == 1:
-        return 0
-    said = os.environ.get(NODE_RANK_ENV, "")
-    if not said.isdecimal() or int(said) >= parallel.nodes:
-        raise ConfigError(
-            f"parallel.nodes = {parallel.nodes} takes {NODE_RANK_ENV}, the number of this node from 0 to "
-            f"{parallel.nodes - 1}, from the environment, which has '{said}'. `sft`, `dpo`, `reward-model` and "
-            "`trainer`, started on every node, set it themselves."
-        )
-    if parallel.rdzv_endpoint is None and ENDPOINT_ENV not in os.environ:
-        raise ConfigError(f"parallel.nodes = {parallel.nodes} needs parallel.rdzv_endpoint, where the nodes meet")
-    return int(said)
-
-
-def meeting_point(parallel: ParallelConfig) -> tuple[str, int]:
-    """Return host and port of the rendezvous of this attempt."""
-    endpoint = os.environ.get(ENDPOINT_ENV, parallel.rdzv_endpoint)
-    return parallel.model_copy(update={"rdzv_endpoint": endpoint}).rendezvous
 
 
 class StopLink:
@@ -211,7 +189,7 @@ def _rendezvous(parallel: ParallelConfig, node: int) -> dict[str, Any]:
     """Return settings of the rendezvous for torchrun's `LaunchConfig`."""
     if parallel.nodes == 1:
         return {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": _ONE_NODE, "rdzv_endpoint": _LOOPBACK}
-    host, port = meeting_point(parallel)
+    host, port = host_and_port(os.environ[ENDPOINT_ENV])
     return {
         "min_nodes": parallel.nodes,
         "max_nodes": parallel.nodes,
@@ -234,7 +212,9 @@ def _linked(config: TrainingCommand) -> Iterator[None]:
         from torch.distributed import TCPStore
 
         timeout = timedelta(seconds=parallel.rdzv_timeout_s)
-        return TCPStore(*meeting_point(parallel), is_master=False, wait_for_workers=False, timeout=timeout)
+        return TCPStore(
+            *host_and_port(os.environ[ENDPOINT_ENV]), is_master=False, wait_for_workers=False, timeout=timeout
+        )
 
     link = StopLink(connect, STOP_REQUEST)
     try:
@@ -265,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     config = read_toml(program_config(arguments.program), arguments.config)
     keep_date(RunDir(config.output_dir).created_unix_s())
     parallel = config.parallel
-    node, ranks = node_rank(parallel), parallel.ranks
+    node, ranks = int(os.environ.get(NODE_RANK_ENV, "0")), parallel.ranks
     # Before torch is imported.
     set_thread_environment(parallel.threads or max(1, available_cores() // ranks))
     if config.ckpt is not None:

@@ -23,7 +23,7 @@ from holdfast.launcher.nodes import Follower, Nodes, Registration, meet
 from holdfast.process.imports import module_command
 from holdfast.run.lock import Holder
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, StopLink, meeting_point, node_rank
+from holdfast.trainer.launch import ENDPOINT_ENV, NODE_RANK_ENV, StopLink
 from holdfast.trainer.stop import StopRequest
 from tests.faults.disks import Disk
 from tests.runs.ports import free_port
@@ -297,20 +297,6 @@ def test_a_request_to_stop_reaches_every_node(server: TCPStore) -> None:
         link.end()
 
 
-@pytest.mark.parametrize("number", [None, "", "2", "-1", "one"])
-def test_a_node_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch, number: str | None) -> None:
-    monkeypatch.delenv(NODE_RANK_ENV, raising=False)
-    if number is not None:
-        monkeypatch.setenv(NODE_RANK_ENV, number)
-    with pytest.raises(ConfigError, match=NODE_RANK_ENV):
-        node_rank(ParallelConfig(nodes=2, rdzv_endpoint="head"))
-    assert node_rank(ParallelConfig()) == 0
-    monkeypatch.setenv(NODE_RANK_ENV, "1")
-    with pytest.raises(ConfigError, match=r"parallel\.rdzv_endpoint"):
-        node_rank(ParallelConfig(nodes=2))
-    assert node_rank(ParallelConfig(nodes=2, rdzv_endpoint="head")) == 1
-
-
 @pytest.mark.parametrize(("endpoint", "place"), [
     ("head", ("head", 29400)),
     ("head:29500", ("head", 29500)),
@@ -319,13 +305,9 @@ def test_a_node_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch, num
     *((wrong, None) for wrong in ("", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1")),
     *((wrong, None) for wrong in ("http://head", "me@head:1", "[fd00::1", "a..b:1")),
 ])  # fmt: skip
-def test_where_nodes_meet(monkeypatch: pytest.MonkeyPatch, endpoint: str, place: tuple[str, int] | None) -> None:
+def test_where_nodes_meet(endpoint: str, place: tuple[str, int] | None) -> None:
     if place is None:
         with pytest.raises(ValueError, match="HOST:PORT"):
             ParallelConfig(rdzv_endpoint=endpoint)
         return
-    monkeypatch.delenv(ENDPOINT_ENV, raising=False)
     assert ParallelConfig(rdzv_endpoint=endpoint).rendezvous == place
-    assert meeting_point(ParallelConfig(rdzv_endpoint=endpoint)) == place
-    monkeypatch.setenv(ENDPOINT_ENV, endpoint)
-    assert meeting_point(ParallelConfig(rdzv_endpoint="elsewhere")) == place
