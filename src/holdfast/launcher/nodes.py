@@ -315,15 +315,21 @@ class Follower:
             if self._came:
                 return 128 + self._came[0]
             with suppress(OSError), self._connected() as connection:
-                print(f"the head node, {host}, shows the run, and starts its trainer here", flush=True)
-                words = serve(self._agent, connection.lines(self._came), connection.say)
+                try:
+                    words = serve(self._agent, connection.lines(self._came), connection.say)
+                except ValueError:
+                    raise ConfigError(
+                        f"{host}:{port} is where another program answers: choose another --parallel.rdzv-endpoint"
+                    ) from None
                 self._agent.end(_ENDING_S)
                 if words is not None:
                     code = msgspec.convert(words, LastWords).exit_code()
                     print(f"the head node ended the run with exit code {code}", flush=True)
                     return code
-                said, since = f"the head node, {host}, is lost: waiting for its command to be started again", awake_s()
-                print(said, flush=True)
+                if connection.was_heard:  # else the head node is frozen
+                    said = f"the head node, {host}, is lost: waiting for its command to be started again"
+                    since = awake_s()
+                    print(said, flush=True)
             if awake_s() - since > (timeout_s := self._parallel.rdzv_timeout_s):
                 raise NodeLost(in_vain(timeout_s, said))
             time.sleep(_POLL_S)

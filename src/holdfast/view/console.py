@@ -212,15 +212,12 @@ class Console:
 
     Args:
         attempt: that is about to begin, after `first_step`.
-        events_name: the file in its logs with the events of this node.
     """
 
-    def __init__(
-        self, run_dir: RunDir, *, attempt: int, events_name: str = "events.jsonl", first_step: int, max_steps: int
-    ) -> None:
-        self._events = run_dir.logs(attempt) / events_name
+    def __init__(self, run_dir: RunDir, *, attempt: int, first_step: int, max_steps: int) -> None:
+        self._events = run_dir.logs(attempt) / "events.jsonl"
         self._max_steps = max_steps
-        log = EventLog(run_dir, name=events_name, attempt=attempt)
+        log = EventLog(run_dir, attempt=attempt)
         self._follower = Follower(run_dir, log, max_steps=max_steps)
         self._follower.catch_up()
         state = self._follower.state

@@ -103,15 +103,12 @@ class EventLog:
     """Reads the events of a run while it writes them, with the numbers of their attempts.
 
     Args:
-        name: the file of an attempt: each node has its own.
         attempt: the attempt that is about to begin.
         whole: the file with all events of `evaluate`, which has no attempts.
     """
 
-    def __init__(
-        self, run_dir: RunDir, *, name: str = "events.jsonl", attempt: int | None = None, whole: Path | None = None
-    ) -> None:
-        self._run_dir, self._name = run_dir, name
+    def __init__(self, run_dir: RunDir, *, attempt: int | None = None, whole: Path | None = None) -> None:
+        self._run_dir = run_dir
         self._tails = {} if whole is None else {1: Tail(whole)}
         self._seen: set[int] = set()
         self._looked = float("-inf")
@@ -137,7 +134,7 @@ class EventLog:
 
     def _add(self, attempt: int) -> None:
         self._seen.add(attempt)
-        self._tails[attempt] = Tail(self._run_dir.logs(attempt) / self._name)
+        self._tails[attempt] = Tail(self._run_dir.logs(attempt) / "events.jsonl")
 
 
 @dataclass(frozen=True)

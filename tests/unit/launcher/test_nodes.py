@@ -204,6 +204,20 @@ def test_nodes_wait_no_longer_than_is_set(commands: Commands, rank: int, says: s
         launch_on_nodes(config, rank=rank, environment={})
 
 
+@pytest.mark.parametrize(("says", "error"), [(b"", NodeLost), (b"SSH-2.0\n", ConfigError)], ids=["frozen", "another"])
+def test_what_listens_and_is_no_head_node_is_not_waited_for(
+    commands: Commands, says: bytes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.launcher.cluster.channels.SILENT_S", 0.1)
+    with socket.create_server(("localhost", commands.port)) as server:
+        node = commands.node(parallel={"rdzv_timeout_s": 0.2})
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(says)
+            with pytest.raises(error, match=f"localhost:{commands.port}"):
+                node.result(HANG_S)
+
+
 def test_a_signal_ends_the_wait_and_that_of_a_node_reaches_the_head_node(commands: Commands) -> None:
     waiting = commands.node()
     commands.signals.append(signal.SIGTERM)

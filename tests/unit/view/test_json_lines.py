@@ -110,7 +110,7 @@ def test_an_error_that_nobody_expected_is_noted_as_the_end(stands: Stands, monke
     def fails(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(restarts._Watcher, "_follow_group", fails)
+    monkeypatch.setattr(restarts._Watcher, "_refresh_views", fails)
     with pytest.raises(RuntimeError):
         stands.watch(heals=False, trainer="time.sleep(600)")
     last = json.loads((stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()[-1])

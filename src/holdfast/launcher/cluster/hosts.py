@@ -352,12 +352,16 @@ def main() -> None:
 class AgentConnection:
     """An agent's connection to the launcher that listens at `address`; a context manager. The first line is `greeting`.
 
+    Attributes:
+        was_heard: whether the launcher has sent anything.
+
     Raise OSError if nobody listens there.
     """
 
     def __init__(self, address: tuple[str, int], greeting: str) -> None:
         self._socket = socket.create_connection(address, timeout=_CONNECT_S)
         self._lock = threading.Lock()
+        self.was_heard = False
         self._socket.settimeout(None)
         if self._socket.getsockname() == self._socket.getpeername():  # TCP may connect a port with itself
             self._socket.close()
@@ -393,7 +397,7 @@ class AgentConnection:
                 return
             if not part:
                 return
-            heard_s = awake_s()
+            heard_s, self.was_heard = awake_s(), True
             *lines, rest = (rest + part).split(b"\n")
             yield from (line.decode() for line in lines if line)
 
