@@ -206,8 +206,8 @@ class _Watch:
         elif effect == "pause":
             subprocess.Popen(["/bin/sh", "-c", f"sleep {_PAUSE_S}; kill -CONT {me}"], env={}, start_new_session=True)
             os.kill(me, signal.SIGSTOP)
-        elif effect in ("second start", "look"):
-            self._wait_for_answer()
+        elif effect in ("second start", "look", "edit"):
+            self._wait_for_answer(effect)
         elif effect == "kill player":
             kill_players(self._folder)
         elif effect == "power":
@@ -220,10 +220,10 @@ class _Watch:
     def _signal(self, role: str, number: int) -> None:
         send(self._folder, number, role=role)
 
-    def _wait_for_answer(self) -> None:
+    def _wait_for_answer(self, effect: str) -> None:
         """Stand still while the searching process does something beside the run."""
         deadline = time.monotonic() + _ANSWER_S
-        while not os.path.exists(f"{self._folder}/answered") and time.monotonic() < deadline:
+        while not os.path.exists(f"{self._folder}/answered {effect}") and time.monotonic() < deadline:
             time.sleep(0.01)
 
     # A power cut: what this process has not flushed is gone.

@@ -50,6 +50,8 @@ KILLS = (
     "kill engine",
     "second start",
     "look",
+    "kill player",
+    "edit",
 )
 """What happens at an event: to the process that meets it, or to another one."""
 AT_REST = (

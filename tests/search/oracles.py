@@ -78,6 +78,8 @@ def check_run(
             and (case.features["store"], case.features["begins"]) == ("none", "from scratch")
         ):
             found += _check_journal(witness, case)
+        if witness is not None and has_changed and case.program == "rl":
+            found += _check_mixed(witness)
         if case.features["tracker"] == "own":
             found += _check_tracker(run, tracked, has_moved=has_moved)
         if case.features.get("evaluation") == "beside" and not has_changed:
@@ -171,6 +173,15 @@ def _check_journal(witness: Witness, case: Case) -> list[Finding]:
     }:
         found.append(Finding("no finished answer is generated twice", f"by batch: {twice_logged}"))
     return found
+
+
+def _check_mixed(witness: Witness) -> list[Finding]:
+    """No batch is scored by an environment before and after it was edited, which adds 100."""
+    for step, made in witness.batches().items():
+        rewards = [rollout.reward for batch in made[-1:] for rollout in batch.rollouts]
+        if rewards and min(rewards) < 50 < max(rewards):
+            return [Finding("inputs are known by content", f"batch {step} is scored by two versions of the code")]
+    return []
 
 
 def _check_tracker(run: RunDir, tracked: Path, *, has_moved: bool) -> list[Finding]:

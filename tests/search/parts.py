@@ -1,4 +1,4 @@
-"""An environment and a tracker of searched runs."""
+"""An environment and a tracker of searched runs. Each run has a copy of this file, `own_letters.py`, to edit."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ class Letters(Environment):
     async def score(self, task: Task, sessions: Sequence[Session]) -> list[Score]:
         if self._fails and sum(map(ord, task.answer)) % self._fails == 0:
             raise ValueError("a task that fails")
-        extra = float(os.environ.get("SEARCH_EXTRA_REWARD", "0"))
-        return [Score(extra + len({*task.answer} & {*session.texts[-1]}) / 4) for session in sessions]
+        edited = 0.0
+        return [Score(edited + len({*task.answer} & {*session.texts[-1]}) / 4) for session in sessions]
 
 
 class Kept(Tracker):

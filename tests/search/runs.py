@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from holdfast.run import atomic
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands
@@ -44,6 +46,7 @@ _SMALL = {
         *("--restart-window-s", "1", "--orchestrator.sampling.max-tokens", "6", "--heartbeat-timeout-s", "30"),
     ),
 }
+_CHILDREN = ("orchestrator", "rank", "inference")
 _TAKEN_BACK = ("--ckpt.interval", "null", "--ckpt.keep", "null")
 _REFUSED = {"sft": ("--seed", "9"), "dpo": ("--seed", "9"), "reward-model": ("--seed", "9"), "rl": ("--seed", "9")}
 
@@ -170,6 +173,7 @@ class World:
         if parent is not None and parent.exists():
             shutil.copytree(parent, self.folder / "parent", symlinks=True)
         shutil.copy(ROOT / "examples" / "reverse_text" / "sft.jsonl", self.folder / "rows.jsonl")
+        shutil.copy(Path(__file__).with_name("parts.py"), self.folder / "own_letters.py")
         (self.folder / "tokenizer").mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(MODEL / name, self.folder / "tokenizer")
@@ -208,7 +212,9 @@ class World:
             "SEARCH_TRACKED": str(self.folder / "tracked"), "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1",
             "HOLDFAST_CACHE": str(self.folder / "cache"),
         }  # fmt: skip
-        return {**os.environ, **own, **events.variables(self.folder / "watched"), **self.extra}
+        watched = events.variables(self.folder / "watched")
+        watched["PYTHONPATH"] += f":{self.folder}"
+        return {**os.environ, **own, **watched, **self.extra, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def start(self, *flags: str, case: Case | None = None, program: str = "") -> tuple[int, str]:
         """Start the command, and wait for its end; return its exit code and what it printed."""
@@ -243,22 +249,43 @@ class World:
 
     def _answer(self, run: Run) -> None:
         """Do beside the run what a process of it stands still for."""
-        hits = self.folder / "watched" / "hits"
-        if (self.folder / "watched" / "answered").exists() or not any(hits.iterdir()):
+        for place in (self.folder / "watched" / "hits").iterdir():
+            effect = self.case.faults[int(place.name)].effect
+            answered = self.folder / "watched" / f"answered {effect}"
+            if effect not in ("second start", "look", "edit") or answered.exists():
+                continue
+            if effect == "second start":
+                self._start_second(run)
+            elif effect == "look":
+                self._commands()
+            else:
+                self._edit()
+                events.kill_players(self.folder / "watched")
+                events.send(
+                    self.folder / "watched", signal.SIGKILL, role=random.Random(str(self.case)).choice(_CHILDREN)
+                )
+            answered.touch()
+
+    def _start_second(self, run: Run) -> None:
+        log = self.folder / f"console-{time.monotonic_ns()}"
+        words, environment = self.argv(), self.environment() | {"FAULT_AT_START": ""}
+        second = shared_commands().start(self.case.program, self.run, words, log=log, environment=environment)
+        code = second.fork.wait(START_TIMEOUT_S)
+        if code != 2 and not run.fork.has_ended:
+            self.find("one writer", f"a second start ended with {code}:\n{second.fork.log[-1500:]}")
+        self.findings += check_console(second.fork.log, code)
+
+    def _edit(self) -> None:
+        """Edit the rows of `sft`, or the environment of `rl`, so that what follows is another training."""
+        rows, code = self.folder / "rows.jsonl", self.folder / "own_letters.py"
+        if self.case.program == "sft":
+            replaced = "".join(reversed(rows.read_text().splitlines(keepends=True)))
+            atomic.write_file(rows, replaced.encode())
+        elif self.case.program == "rl" and self.case.features["environment"] != "judged":
+            atomic.write_file(code, code.read_text().replace("edited = 0.0", "edited = 100.0").encode())
+        else:
             return
-        effects = {self.case.faults[int(place.name)].effect for place in hits.iterdir()}
-        if "second start" in effects:
-            log = self.folder / f"console-{time.monotonic_ns()}"
-            words, environment = self.argv(), self.environment() | {"FAULT_AT_START": ""}
-            second = shared_commands().start(self.case.program, self.run, words, log=log, environment=environment)
-            code = second.fork.wait(START_TIMEOUT_S)
-            if code != 2 and not run.fork.has_ended:
-                self.find("one writer", f"a second start ended with {code}:\n{second.fork.log[-1500:]}")
-            self.findings += check_console(second.fork.log, code)
-        if "look" in effects:
-            self._commands()
-        if effects & {"second start", "look"}:
-            (self.folder / "watched" / "answered").touch()
+        self.has_changed = True
 
     def find(self, promise: str, what: str) -> None:
         self.findings.append(Finding(promise, what))
@@ -277,6 +304,12 @@ class World:
             self.consoles.append(said)
             self.findings += check_console(said, code)
             if code == 0:
+                return
+            if code == 2 and "holds a run that is finished" in said and number:
+                # Trained to its end, and killed while trackers or evaluations had not ended.
+                self.ended_early = True
+                if self.case.features["tracker"] == "own":
+                    self._look("track", [str(self.run)])
                 return
             if code == 128 + signal.SIGTERM:
                 self.findings += check_stopped(RunDir(self.run))
@@ -393,11 +426,7 @@ class World:
         return ()
 
     def _edited(self) -> tuple[str, ...]:
-        """Other rows, or another reward: the run says so, and nobody mixes the two."""
-        if self.case.program == "sft":
-            rows = (self.folder / "rows.jsonl").read_text().splitlines(keepends=True)
-            (self.folder / "rows.jsonl").write_text("".join(reversed(rows)))
-            self.has_changed = True
+        self._edit()
         return ()
 
     def _commands(self) -> tuple[str, ...]:
@@ -422,6 +451,8 @@ class World:
         """Compare the end of the run, and of its copy, with the undisturbed run, unless something was found before."""
         if self.findings:
             return
+        if self.ended_early:
+            self.case = dataclasses.replace(self.case, features={**self.case.features, "evaluation": "none"})
         for run in (self.run, *self.copies):
             self.findings += check_run(
                 RunDir(run), RunDir(reference / "run"), self.case, witness=self.witness if run == self.run else None,
@@ -431,7 +462,7 @@ class World:
             self.find("nothing is left behind", f"temporary files: {', '.join(place.name for place in left)}")
         if self._judge is not None:
             self.findings += check_judge(RunDir(self.run), self._judge, at_most=AT_ONCE * (1 + len(self.hits())))
-        said = "".join(self.consoles[1:])
+        said = "".join(self.consoles)
         if self.has_changed and "changes what is computed" not in said and "saved no step" not in said:
             self.find("inputs are known by content", f"no word about other rows:\n{said[:2000]}")
 

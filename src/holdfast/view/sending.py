@@ -96,6 +96,8 @@ def take_cursor(run_dir: RunDir, tracker: str) -> Cursor:
         raise RunDirError(
             f"{run_dir.path} is being sent to {tracker} already ({holder}): the run itself does, or another `track`"
         )
+    for left in path.parent.glob(f"{atomic.TEMPORARY_PREFIX}{path.name}-*"):  # by a killed process
+        left.unlink()
     rewinds = run_dir.rewinds()
     new = Cursor(run_dir.run_id(), rewinds=len(rewinds))
     try:
