@@ -159,6 +159,7 @@ class World:
         self.extra: dict[str, str] = {}
         self.consoles: list[str] = []
         self.copies: list[Path] = []
+        self.ended_early = False
         self.has_changed = False  # an input: the end is another one
         self.has_moved = False  # to an empty machine, which has no earlier lines of metrics
         self._seen: set[psutil.Process] = set()
