@@ -17,6 +17,7 @@ from holdfast.run.manifest import verify
 from holdfast.run.metrics import read_metrics
 from holdfast.run.record_log import read_records
 from holdfast.run.run_dir import RunDir
+from holdfast.view.follow import Tail
 from tests.runs.rl import checkpoint_tensors, exact_metrics
 from tests.search.grammar import Case
 from tests.search.players import JudgeProcess
@@ -212,9 +213,9 @@ def _check_tracker(run: RunDir, tracked: Path, *, has_moved: bool) -> list[Findi
 
 
 def _alarms(run: RunDir) -> list[str]:
-    events = [json.loads(line) for _, path in run.logged("events.jsonl") for line in path.read_text().splitlines()]
-    told = [event["phase"] for event in events if event.get("phase", "").startswith("WARNING: ")]
-    return [text.removeprefix("WARNING: ") for text in told]
+    """Return the warnings of all attempts; a line that a power cut has torn is none."""
+    found = [event.get("phase", "") for _, path in run.logged("events.jsonl") for event in Tail(path)]
+    return [text.removeprefix("WARNING: ") for text in found if text.startswith("WARNING: ")]
 
 
 def check_judge(run: RunDir, judge: JudgeProcess, *, at_most: int) -> list[Finding]:

@@ -126,7 +126,7 @@ class Player:
             self.num_runs += 1
             code, said = world.start()
         if code:
-            raise AssertionError(f"an undisturbed run failed after its dry run passed ({code}):\n{said[-3000:]}")
+            raise AssertionError(f"an undisturbed run failed after its dry run passed ({code}): {said[-1500:]}")
         lines = Counter((world.folder / "watched" / "trail").read_text().splitlines())
         trail: dict[str, int] = {}
         for line, count in lines.items():
