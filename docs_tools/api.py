@@ -15,6 +15,7 @@ from docs_tools.listing import Setting, default_of, kind, texts_of
 from docs_tools.options import linked, table_of
 
 GROUPS = {
+    "Runs": ["sft", "dpo", "reward_model", "rl", "evaluate", "open_run", "Run", "Rows", "RunFailed"],
     "Environments": ["Environment", "Task", "TaskSeed", "Message", "Session", "SessionFull", "Score", "ProcessKilled"],
     "Harnesses": ["HarnessEnvironment", "Endpoint"],
     "Judges": ["Judge", "JudgeConfig", "Judgement", "judging"],
@@ -29,7 +30,7 @@ GROUPS = {
 }
 """Heading -> the names below it."""
 
-GIVEN = {"Session", "Tokenizer", "Endpoint"}
+GIVEN = {"Session", "Tokenizer", "Endpoint", "Run", "RunFailed"}
 """Classes whose objects holdfast makes: their constructors are not shown."""
 
 INTERNAL = {

@@ -3,6 +3,7 @@
 The names below are the ones to import: `from holdfast import Environment, Score`. Each is loaded when it is first
 asked for, so `import holdfast` costs nothing, and what is around an environment does without torch.
 
+runs          the commands as functions of Python
 cli           what is typed at a prompt
 commands      what people type beside training: `ckpt`, `rollouts`, `environments`, `evaluate`
 launcher      starts the processes of a run, watches them, decides where an attempt resumes
@@ -43,6 +44,7 @@ _NAMES_OF = {
     ),
     "run.checkpoints": ("BestMetric", "Retention"),
     "run.metrics": ("read_metrics",),
+    "runs": ("Rows", "Run", "RunFailed", "dpo", "evaluate", "open_run", "reward_model", "rl", "sft"),
     "protocol.rollouts": ("Logprobs", "TokenIds"),
     "protocol.inference": ("Completion",),
     "trainer.checkpoint.checkpointer": ("Checkpointer", "load_state_with_optimizer", "save_state"),
@@ -56,7 +58,13 @@ __all__ = [name for names in _NAMES_OF.values() for name in names]  # pyright: i
 
 
 def __getattr__(name: str) -> object:
-    """Load a name of `__all__`, once."""
+    """Load a name of `__all__`, once, and `__version__`; `open` is short for `open_run`."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version(__name__)
+    if name == "open":
+        return __getattr__("open_run")
     for module, names in _NAMES_OF.items():
         if name in names:
             from importlib import import_module

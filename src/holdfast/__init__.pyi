@@ -23,6 +23,7 @@ from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Logprobs, TokenIds
 from holdfast.run.checkpoints import BestMetric, Retention
 from holdfast.run.metrics import read_metrics
+from holdfast.runs import Rows, Run, RunFailed, dpo, evaluate, open_run, reward_model, rl, sft
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.checkpoint.state import module_tensors
@@ -53,6 +54,9 @@ __all__ = [
     "RankLost",
     "ReadError",
     "Retention",
+    "Rows",
+    "Run",
+    "RunFailed",
     "SaveError",
     "Score",
     "ScoredRollout",
@@ -65,12 +69,21 @@ __all__ = [
     "TrackedRun",
     "Tracker",
     "build_policy_loss",
+    "dpo",
+    "evaluate",
     "grpo",
     "judging",
     "load_state_with_optimizer",
     "load_tokenizer",
     "load_weights_only",
     "module_tensors",
+    "open_run",
     "read_metrics",
+    "reward_model",
+    "rl",
     "save_state",
+    "sft",
 ]
+
+__version__: str
+open = open_run

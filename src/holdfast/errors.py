@@ -24,6 +24,7 @@
     ├── RankLost                another rank of the trainer ended                  exit 1
     ├── NodeLost                another node did not come, or come back, in time   exit 3
     ├── TrackerFailed           a tracker, or the way to it, failed                exit 3 of `track`; a run continues
+    ├── RunFailed               a run that Python started ended with an error      as its command
     ├── Stopped                 a signal asked to stop; the step is saved          exit 128 + signal
     ├── SaveError               a checkpoint could not be written                  exit 3
     │   └── GraceOver           not within the time that a stop leaves             exit 3
