@@ -25,7 +25,7 @@ def compute(model_dir: Path, mesh: Mesh) -> dict[str, Tensor]:
     policy = build_policy(TrainedModelConfig(name=str(model_dir), logits_chunk_tokens=8), mesh, seed=0)
     samples = random_samples(LENGTHS, seed=1)
     # Three micro-batches: one of two ranks has an empty one.
-    loss = supervised_step(policy, samples, SftDataConfig(name="", seq_len=32, micro_batch_size=1), mesh)
+    loss = supervised_step(policy, samples, SftDataConfig(name="", seq_len=32, micro_batch_size=1), mesh)["loss"]
     assert all(parameter.grad is not None for parameter in policy.parameters())
     return {"loss": torch.tensor(loss)} | gradients_of(policy.hf_model)
 

@@ -87,7 +87,7 @@ def train(model_dir: Path, mesh: Mesh, run: str, *, between: Path | None = None)
             save_state(between, objects, step=step)
             policy, optimizer, objects = build(model_dir, mesh, run)
             load_state_with_optimizer(between, objects)
-        losses.append(supervised_step(policy, samples, data, mesh))
+        losses.append(supervised_step(policy, samples, data, mesh)["loss"])
         norms.append(clip_gradients(policy, optim.max_grad_norm))
         update_parameters(optimizer, lr=optim.lr)
     found = {"losses": torch.tensor(losses, dtype=torch.float64), "norms": torch.tensor(norms, dtype=torch.float64)}
@@ -111,7 +111,7 @@ def measure(model_dir: Path, mesh: Mesh) -> dict[str, Any]:
     found |= {"reference": torch.from_numpy(reference_P2), "dpo": torch.tensor(list(compared.values()))}
     found["norm of dpo"] = torch.tensor(clip_gradients(policy, 1.0))
     rows = SftDataConfig(name="", pack=False, micro_batch_size=2)
-    found["rows"] = torch.tensor(supervised_step(policy, samples, rows, mesh))
+    found["rows"] = torch.tensor(supervised_step(policy, samples, rows, mesh)["loss"])
     scalar = build_scalar_model(config, mesh, seed=0)
     check_model(scalar, mesh, name=config.name, pack=True, dtype="float32")
     scores_S = score_samples(scalar, samples, list(range(len(samples))), pack=True, device=mesh.device)

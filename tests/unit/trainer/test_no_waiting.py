@@ -156,8 +156,9 @@ def test_supervised_steps(
         monkeypatch.setitem(KERNELS, "meta", replace(KERNELS["cuda"], is_usable=lambda _: True))
         policy.to(torch.bfloat16)
     config = SftDataConfig(pack=pack, seq_len=12, micro_batch_size=1 if pack else 2)
-    assert supervised_step(policy, samples(), config, on_device) == 0.5
-    assert len(passes) == 3 and reads == ["loss"] and has_gradients(policy)
+    found = supervised_step(policy, samples(), config, on_device)
+    assert found == {"loss": 0.5, "entropy": 0.5, "token_accuracy": 0.5}
+    assert len(passes) == 3 and reads == ["loss entropy token_accuracy"] and has_gradients(policy)
 
 
 LOSSES: dict[str, dict[str, Any]] = {

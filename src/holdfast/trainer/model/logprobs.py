@@ -154,6 +154,7 @@ class Reading:
 
     sampling: Sampling | SamplingByToken = PLAIN_SAMPLING
     entropy: bool = False
+    accuracy: bool = False
     entropy_gradient: bool = False  # entropy with a gradient, which keeps as much memory as the logits
 
     def of(self, tokens: slice | Tensor) -> Reading:
@@ -178,11 +179,13 @@ class Predicted(NamedTuple):
         logprobs_N: of the target, in the distribution `Reading.sampling`.
         entropy_N: of that distribution, if `Reading` asks for it.
         teacher_kl_N: KL of that distribution from the teacher's, over the whole vocabulary, if there is a teacher.
+        accuracy_N: 1.0 if no other token is likelier than the target, else 0.0, if `Reading` asks for it.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor | None = None
     teacher_kl_N: Tensor | None = None
+    accuracy_N: Tensor | None = None
 
     def columns(self) -> dict[str, Tensor]:
         """Return the results that are not None, by name."""
@@ -234,13 +237,8 @@ def token_logprobs(
             one_chunk, hidden_NH[own], target_ids_N[own], taught_CH, reading.of(own), use_reentrant=False
         )
         parts.append(Predicted(*columns))
-    entropies = [part.entropy_N for part in parts if part.entropy_N is not None]
-    divergences = [part.teacher_kl_N for part in parts if part.teacher_kl_N is not None]
-    return Predicted(
-        torch.cat([part.logprobs_N for part in parts]),
-        torch.cat(entropies) if entropies else None,
-        torch.cat(divergences) if divergences else None,
-    )
+    named = [part.columns() for part in parts]
+    return Predicted(**{name: torch.cat([columns[name] for columns in named]) for name in named[0]})
 
 
 def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> tuple[Predicted, Tensor]:
@@ -250,7 +248,12 @@ def _read(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> tuple[Pr
         # The graph would keep as much memory as the logits.
         with torch.set_grad_enabled(torch.is_grad_enabled() and reading.entropy_gradient):
             entropy_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
-    return Predicted(all_logprobs_CV.gather(1, target_ids_C[:, None]).sum(-1), entropy_C), all_logprobs_CV
+    logprobs_C = all_logprobs_CV.gather(1, target_ids_C[:, None]).sum(-1)
+    accuracy_C = None
+    if reading.accuracy:
+        with torch.no_grad():
+            accuracy_C = (logprobs_C >= all_logprobs_CV.amax(-1)).float()
+    return Predicted(logprobs_C, entropy_C, accuracy_N=accuracy_C), all_logprobs_CV
 
 
 def _all_logprobs(logits_CV: Tensor, target_ids_C: Tensor, reading: Reading) -> Tensor:

@@ -163,22 +163,36 @@ def cross_entropy(logprobs_N: Tensor, weights_N: Tensor) -> Tensor:
     return -(weights_N * logprobs_N).sum()
 
 
+WATCHED = Reading(entropy=True, accuracy=True)
+"""What supervised training and validation show of each target."""
+
+
 def supervised_step(
     policy: Policy, batch: Sequence[Sample], config: SftDataConfig, mesh: Mesh, *, coef: float = 1.0
-) -> float:
-    """Accumulate `coef` times the gradients of the mean cross-entropy over all targets, and return it. Collective."""
+) -> dict[str, float]:
+    """Accumulate `coef` times the gradients of the mean cross-entropy over all targets; return the means over the
+    targets: `loss`, `entropy` and `token_accuracy`. Collective."""
     total_targets = sum(sample.num_targets for sample in batch)
-    losses = Sums("loss")
+    totals = Sums("loss", "entropy", "token_accuracy")
     pack = policy.layout.arrangement(pack=config.pack) == "packed"
     for indices in rows_of_update(policy, plan_samples(batch, policy.layout, config, mesh)):
         micro = build_micro_batch(batch, indices, pack=pack, device=mesh.device)
-        logprobs_N = predict(policy, micro).logprobs_N
-        weights_N = torch.full_like(logprobs_N, 1 / total_targets)
-        loss = cross_entropy(logprobs_N, weights_N)
+        predicted = predict(policy, micro, WATCHED)
+        weights_N = torch.full_like(predicted.logprobs_N, 1 / total_targets)
+        loss = cross_entropy(predicted.logprobs_N, weights_N)
         # FSDP averages gradients over ranks; the weights above sum to one over all of them.
         (loss * (coef * mesh.world_size)).backward()
-        losses.add({"loss": loss})
-    return mesh.sum(losses.read())["loss"]
+        totals.add({"loss": loss, **watched(predicted, total_targets)})
+    return mesh.sum(totals.read())
+
+
+def watched(predicted: Predicted, num_targets: int) -> dict[str, Tensor]:
+    """Return the sums of entropy and accuracy, as parts of means over `num_targets`."""
+    assert predicted.entropy_N is not None and predicted.accuracy_N is not None  # WATCHED asks for both
+    return {
+        "entropy": predicted.entropy_N.detach().double().sum() / num_targets,
+        "token_accuracy": predicted.accuracy_N.double().sum() / num_targets,
+    }
 
 
 def plan_samples(batch: Sequence[Sample], layout: Layout, config: SftDataConfig, mesh: Mesh) -> list[list[int]]:

@@ -47,6 +47,7 @@ from holdfast.trainer.data.samples import SampleOrder, refuse_other_tokens
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.decoder import reshard
+from holdfast.trainer.model.logprobs import PLAIN, Predicted, Reading
 from holdfast.trainer.model.lora import digest_of
 from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy, predict
@@ -427,9 +428,25 @@ def predict_pairs(
     Args:
         share: whether the two sides of a pair share the tokens of their prompt, if the model allows it.
     """
+    found = read_pairs(policy, pairs, indices, PLAIN, pack=pack, share=share, device=device)
+    return found.logprobs_N
+
+
+def read_pairs(
+    policy: Policy,
+    pairs: Sequence[Preference],
+    indices: list[int],
+    reading: Reading,
+    *,
+    pack: bool,
+    device: torch.device,
+    share: bool = False,
+) -> Predicted:
+    """Return the sums (P, 2) over each answer of what `reading` asks for, as `predict_pairs` does."""
     sides = [side for pair in pairs for side in pair.sides]
     places = [2 * index + side for index in indices for side in (0, 1)]
-    return predict_sides(policy, sides, places, pack=pack, share=share, device=device).reshape(-1, 2)
+    found = _read_sides(policy, sides, places, reading, pack=pack, share=share, device=device)
+    return Predicted(**{name: column.reshape(-1, 2) for name, column in found.columns().items()})
 
 
 def predict_sides(
@@ -442,10 +459,24 @@ def predict_sides(
     share: bool = False,
 ) -> Tensor:
     """Return the summed log-probabilities (S,) of the trained tokens of `samples[indices]`, as `predict_pairs` does."""
+    return _read_sides(policy, samples, indices, PLAIN, pack=pack, share=share, device=device).logprobs_N
+
+
+def _read_sides(
+    policy: Policy,
+    samples: Sequence[Sample],
+    indices: list[int],
+    reading: Reading,
+    *,
+    pack: bool,
+    device: torch.device,
+    share: bool,
+) -> Predicted:
     pack, layout = pack and policy.layout.packs, policy.layout
     micro = build_micro_batch(samples, indices, pack=pack, share=share and pack and layout.shares, device=device)
-    logprobs_N = predict(policy, micro).logprobs_N
-    return sequence_sums(logprobs_N, [samples[index].num_targets for index in indices])
+    lengths = [samples[index].num_targets for index in indices]
+    columns = predict(policy, micro, reading).columns()
+    return Predicted(**{name: sequence_sums(column, lengths) for name, column in columns.items()})
 
 
 def _advice(path: Path) -> str:

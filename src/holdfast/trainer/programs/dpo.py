@@ -18,13 +18,13 @@ from holdfast.config import DpoConfig
 from holdfast.process.events import report
 from holdfast.trainer.data.packing import to_device
 from holdfast.trainer.mesh import Mesh
-from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.model.policy import WATCHED, Policy, build_policy
 from holdfast.trainer.positions import check_lengths
 from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import PairLogprobs, preference_loss
 from holdfast.trainer.preference.objective import PairObjective
 from holdfast.trainer.preference.pairs import Pair, fingerprint_preferences, plan_preferences, split_preferences
-from holdfast.trainer.preference.reference import Reference, ReferenceWork, predict_pairs
+from holdfast.trainer.preference.reference import Reference, ReferenceWork, read_pairs
 from holdfast.trainer.programs.sft import Objective, train_on_rows
 from holdfast.trainer.session import start_program, start_session
 from holdfast.trainer.survey import load_preferences, survey_of, tell_data
@@ -72,7 +72,9 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
 
     def forward(policy: Policy, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         device, chosen = mesh.device, [pairs[index] for index in indices]
-        logprobs_P2 = predict_pairs(policy, pairs, indices, pack=config.data.pack, share=True, device=device)
+        found = read_pairs(policy, pairs, indices, WATCHED, pack=config.data.pack, share=True, device=device)
+        logprobs_P2 = found.logprobs_N
+        assert found.entropy_N is not None and found.accuracy_N is not None  # WATCHED asks for both
         reference_P2 = reference.of(chosen, device)
         lengths = [[side.num_targets for side in pair.sides] for pair in chosen]
         tokens_P2 = to_device(torch.tensor(lengths, dtype=torch.float64), device).reshape(-1, 2)
@@ -94,6 +96,8 @@ def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairOb
             "rewards/accuracies": (chosen_rewards_P > rejected_rewards_P).double(),
             "logps/chosen": logprobs_P2[:, 0],
             "logps/rejected": logprobs_P2[:, 1],
+            "entropy": found.entropy_N[:, 0].detach() / tokens_P2[:, 0],
+            "token_accuracy": found.accuracy_N[:, 0] / tokens_P2[:, 0],
         }
 
     return PairObjective(forward, config.data, mesh, plan=partial(plan_preferences, share=True))

@@ -21,7 +21,7 @@ from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.decoder import reshard
-from holdfast.trainer.model.policy import Policy, build_policy, plan_samples, predict, supervised_step
+from holdfast.trainer.model.policy import WATCHED, Policy, build_policy, plan_samples, predict, supervised_step, watched
 from holdfast.trainer.model.value_model import ScalarModel
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.positions import check_lengths
@@ -130,21 +130,23 @@ class SftObjective:
     mesh: Mesh
 
     def accumulate_gradients(self, model: Policy, batch: Sequence[Sample]) -> dict[str, float]:
-        """Add the gradients of one optimizer step; return its loss. Collective."""
-        return {"loss": supervised_step(model, batch, self.config, self.mesh)}
+        """Add the gradients of one optimizer step; return its loss, entropy and accuracy. Collective."""
+        return supervised_step(model, batch, self.config, self.mesh)
 
     @torch.no_grad()
     def measure(self, model: Policy, rows: Sequence[Sample]) -> dict[str, float]:
-        """Return the loss without dropout. Collective."""
+        """Return loss, entropy and accuracy without dropout. Collective."""
         model.eval()
-        losses = Sums("loss")
+        totals, num_targets = Sums("loss", "entropy", "token_accuracy"), sum(sample.num_targets for sample in rows)
         pack = model.layout.arrangement(pack=self.config.pack) == "packed"
         plan = plan_samples(rows, model.layout, self.config, self.mesh)
         counted = Counted("validating", len(plan), unit="micro-batches", is_told=self.mesh.is_main)
         for indices in plan:
             micro = build_micro_batch(rows, indices, pack=pack, device=self.mesh.device)
-            losses.add({"loss": -predict(model, micro).logprobs_N.double().sum()})
+            predicted = predict(model, micro, WATCHED)
+            totals.add({"loss": -predicted.logprobs_N.double().sum(), **watched(predicted, num_targets)})
             counted.add()
         reshard(model)
         model.train()
-        return {"loss": self.mesh.sum(losses.read())["loss"] / sum(sample.num_targets for sample in rows)}
+        found = self.mesh.sum(totals.read())
+        return found | {"loss": found["loss"] / num_targets}

@@ -154,7 +154,7 @@ class PretrainingMix:
         """
         size = self._config.data.batch_size
         batch = [self._samples[index] for index in self._order.batch(update * size, size)]
-        return supervised_step(policy, batch, self._config.data, mesh, coef=self._config.coef)
+        return supervised_step(policy, batch, self._config.data, mesh, coef=self._config.coef)["loss"]
 
 
 class Learner:

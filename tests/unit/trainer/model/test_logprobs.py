@@ -44,14 +44,18 @@ def test_values_and_gradients_do_not_depend_on_the_chunks(
 ) -> None:
     hidden, head, bias, targets = inputs()
     used = bias if with_bias else None
-    logprobs, entropy, _ = token_logprobs(
+    best = (hidden @ head.T + (0 if used is None else used)).argmax(-1)
+    targets[::3] = best[::3]
+    logprobs, entropy, _, accuracy = token_logprobs(
         hidden, plain_head(head, bias_V=used, softcap=softcap), targets,
-        Reading(Sampling(temperature), entropy=True, entropy_gradient=entropy_gradient), chunk_tokens=chunk_tokens,
+        Reading(Sampling(temperature), entropy=True, accuracy=True, entropy_gradient=entropy_gradient),
+        chunk_tokens=chunk_tokens,
     )  # fmt: skip
     expected, expected_entropy = by_hand(hidden, head, targets, used, temperature, softcap)
     assert logprobs.dtype == torch.float32 and entropy is not None and entropy.requires_grad == entropy_gradient
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    assert accuracy is not None and accuracy.tolist() == (best == targets).tolist() and 0 < accuracy.sum() < N
     upstream = torch.linspace(-1, 1, N)
     leaves = (hidden, head, bias) if with_bias else (hidden, head)
     ours, theirs = (
@@ -110,7 +114,7 @@ def test_whole_logits_never_exist_with_chunks() -> None:
 
 def test_no_targets_give_no_values_and_zero_gradients_and_other_numbers_are_refused() -> None:
     hidden, head, _, targets = inputs()
-    logprobs, entropy, _ = token_logprobs(hidden[:0], plain_head(head), targets[:0], Reading(entropy=True))
+    logprobs, entropy, *_ = token_logprobs(hidden[:0], plain_head(head), targets[:0], Reading(entropy=True))
     assert logprobs.shape == entropy.shape == (0,)
     (gradient,) = torch.autograd.grad(logprobs.sum(), head)
     assert torch.count_nonzero(gradient) == 0

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -273,6 +274,7 @@ def test_a_step_is_what_logits_and_the_formula_give_however_it_is_split(policy: 
         loss = loss - torch.log(torch.sigmoid(h)) / 4
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert 0 <= metrics["token_accuracy"] <= 1 and 0 < metrics["entropy"] < math.log(policy.hf_model.config.vocab_size)
     torch.testing.assert_close(gradients, taken_gradients(policy), rtol=1e-4, atol=1e-6)
     metrics = check_splits(partial(step_of, policy, mesh, ragged_pairs(12)))
     assert 0 < metrics["rewards/accuracies"] < 1
