@@ -53,6 +53,7 @@ _PLACES = {
     ONE_CALL: (
         "launcher/launch.py with_evaluations, orchestrator/evaluation/results.py ResultsFile._write, "
         "run/atomic.py write_file, run/journal.py note_trained, run/record_log.py RecordLog.__init__, "
+        "run/run_dir.py RunDir.note_early_end, "
         "trainer/model/weight_offers.py WeightOffers._withdraw, trainer/programs/rl.py run"
     ),
     OWN: (

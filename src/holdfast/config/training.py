@@ -507,6 +507,22 @@ class SftDataConfig(Section):
     directories in it can be deleted."""
 
 
+class StopConfig(Section):
+    """When training ends before its last step: a metric has not improved for some time (early stopping)."""
+
+    metric: str = Field(min_length=1)
+    """Needed: the metric that has to improve, such as `val/loss`; `min:NAME` or `max:NAME` if the name does not say
+    which values are better."""
+
+    patience: int = Field(default=3, ge=1)
+    """The run ends when so many values in a row are not better than the best value before."""
+
+    def check(self, *, validates: bool) -> None:
+        """Raise ValueError if the metric comes from validation and the run never validates before its end."""
+        if self.metric.removeprefix("min:").removeprefix("max:").startswith("val/") and not validates:
+            raise ValueError(f"stop.metric = '{self.metric}' needs val_interval, and data.validation_fraction above 0")
+
+
 class SupervisedCommand(TrainingCommand):
     """Settings of every training program on rows of data."""
 
@@ -525,6 +541,9 @@ class SupervisedCommand(TrainingCommand):
     val_interval: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
     """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
 
+    stop: Annotated[StopConfig | None, Mark.FREE] = None
+    """End the run before its last step, when a metric does not improve any more: not unless given."""
+
     slurm: SlurmConfig | None = None
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
 
@@ -537,6 +556,8 @@ class SupervisedCommand(TrainingCommand):
     def _something_to_validate_on(self) -> Self:
         if self.val_interval is not None and self.data.validation_fraction == 0:
             raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
+        if self.stop is not None:
+            self.stop.check(validates=self.val_interval is not None)
         return self
 
 

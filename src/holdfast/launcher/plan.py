@@ -52,7 +52,7 @@ class Plan:
         if name == EVALUATION:
             return lambda: True
         if is_trainer(name):
-            return lambda: atomic.is_visible(run_dir.weights_of(last))
+            return lambda: atomic.is_visible(run_dir.weights_of(run_dir.early_end() or last))
         return lambda: atomic.is_visible(run_dir.batch(last)) or last in run_dir.committed_steps()
 
 

@@ -322,8 +322,10 @@ def exit_report(
     resume = "--ckpt.resume-step latest"
     fields |= {"checkpoint": {"step": steps[-1], "path": str(last)}, "resume": resume}
     to_go_on = attempt.to_go_on
-    if is_finished and steps[-1] >= config.max_steps:
-        to_go_on = f"give the same command with {resume} and a larger {config.length_flag}"
+    ended_early = run_dir.early_end() is not None
+    if is_finished and (ended_early or steps[-1] >= config.max_steps):
+        longer = "--stop.patience" if ended_early else config.length_flag
+        to_go_on = f"give the same command with {resume} and a larger {longer}"
     if exit_code == 2:  # what was given is refused: the same command would be refused again
         to_go_on = f"mend that and {to_go_on.replace('the same command again', 'the command again')}"
     lines.append(f"last checkpoint: step {steps[-1]} in {last}; to continue, {to_go_on}")

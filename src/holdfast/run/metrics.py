@@ -22,7 +22,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append the metrics of `step`; values that JSON lacks (nan, inf) become null. Raise OSError if it does not
         fit; the next attempt removes a part that may be there."""
-        plain = {name: _plain(value) for name, value in metrics.items()}
+        plain = {name: plain_value(value) for name, value in metrics.items()}
         atomic.write_all(self._descriptor, (json.dumps({"step": step, **plain}) + "\n").encode())
 
     def flush(self) -> None:
@@ -35,7 +35,8 @@ class MetricsWriter:
         os.close(self._descriptor)
 
 
-def _plain(value: float) -> float | int | None:
+def plain_value(value: float) -> float | int | None:
+    """Return a value as its line has it: eight digits, and None for nan and inf."""
     if isinstance(value, int):
         return value
     return float(f"{value:.8g}") if math.isfinite(value) else None

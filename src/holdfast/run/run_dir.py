@@ -21,6 +21,7 @@ from holdfast.run.manifest import read_manifest
 
 JUDGEMENTS_NAME = "judgements.log"
 INPUTS_NAME = "inputs.json"
+EARLY_END_NAME = "early_end.json"
 DISCARDED = "discarded"
 SUMMARY_NAME = "summary.json"
 """The last file of an evaluation."""
@@ -58,6 +59,7 @@ OF_RUN = (
     REFERENCE_NAME,
     JUDGEMENTS_NAME,
     INPUTS_NAME,
+    EARLY_END_NAME,
     "configs",
     "logs",
     "beats",
@@ -140,6 +142,19 @@ class RunDir:
         """Have nobody wait for evaluations, until the next attempt. Raise OSError if the storage does not take it."""
         self.evaluations.mkdir(exist_ok=True)
         self.given_up.touch()
+
+    def early_end(self) -> int | None:
+        """The step at which the run ends before its last step, once that is decided, or None."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return int(checked.decode((self.path / EARLY_END_NAME).read_bytes())["step"])
+        return None
+
+    def note_early_end(self, step: int | None) -> None:
+        """Note at which step the run ends early; None: at its last step, as it was asked for."""
+        if step is None:
+            (self.path / EARLY_END_NAME).unlink(missing_ok=True)
+        else:
+            atomic.write_file(self.path / EARLY_END_NAME, checked.encode({"step": step}))
 
     def configs(self, attempt: int) -> Path:
         """Directory of the resolved configuration of one attempt."""

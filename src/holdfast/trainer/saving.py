@@ -84,14 +84,20 @@ class Saver:
         return self._asked != 0
 
     def after_step(
-        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        attachments: Mapping[str, Attachment] | None = None,
+        *,
+        is_last: bool = False,
     ) -> list[int]:
         """Save if it is time to; return the steps committed since the last call. Raise SaveError if a save failed."""
         config = self._config
         if config is None:
             return []
         self._check_grace(step, time.monotonic() - self._step_began)
-        if step == self._max_steps or self._is_time or (config.interval is not None and step % config.interval == 0):
+        is_last = is_last or step == self._max_steps
+        if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
             self._save(step, metrics, attachments)
         self._check_storage()
         self._poll()

@@ -1,4 +1,5 @@
-"""A request to stop, by a signal, that all ranks of a machine see: they save the current step first.
+"""A request to stop, by a signal, that all ranks of a machine see: they save the current step first. And the end of a
+run whose metric does not improve any more.
 
 Ranks are forked from one process, so they share a page of memory. A scheduler may signal any of the processes.
 """
@@ -10,6 +11,14 @@ import mmap
 import signal
 import struct
 import time
+from collections.abc import Iterable, Mapping
+
+from holdfast.config.training import StopConfig
+from holdfast.process.events import report
+from holdfast.run.checkpoints import BestMetric
+from holdfast.run.metrics import plain_value
+from holdfast.run.run_dir import RunDir
+from holdfast.trainer.mesh import Mesh
 
 _TIME = struct.Struct("d")
 SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGUSR2: signal.SIGINT}
@@ -49,3 +58,56 @@ class StopRequest:
 
 STOP_REQUEST = StopRequest()
 """The request of this process and its forks."""
+
+
+class EarlyStopping:
+    """Decides whether the run ends before its last step. Rank 0 decides for all, from the lines of `metrics.jsonl`: a
+    resumed run has the same lines, and decides the same.
+
+    Args:
+        history: lines of the steps before; only rank 0 needs them.
+    """
+
+    def __init__(
+        self, config: StopConfig | None, run_dir: RunDir, mesh: Mesh, *, history: Iterable[Mapping[str, float]]
+    ) -> None:
+        self._config, self._run_dir, self._mesh = config, run_dir, mesh
+        self._metric = BestMetric.parse(config.metric) if config is not None else None
+        self._best: float | None = None
+        self._waited = 0
+        for line in history:
+            self._add(line)
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
+        assert self._metric is not None
+        value = metrics.get(self._metric.name)
+        value = plain_value(value) if value is not None else None  # as a resumed run reads it
+        if value is None:  # not measured at this step, or not finite
+            return
+        sign = 1 if self._metric.lower_is_better else -1
+        if self._best is None or sign * value < sign * self._best:
+            self._best, self._waited = value, 0
+        else:
+            self._waited += 1
+
+    def has_ended(self, step: int) -> bool:
+        """Whether the run ended at `step` already, before it was killed. A note of a later step goes. Collective."""
+        ended = self._mesh.is_main and self._run_dir.early_end() == step
+        if self._mesh.is_main and not ended:
+            self._run_dir.note_early_end(None)
+        return bool(self._mesh.max({"ended": float(ended)})["ended"])
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether the run ends with this step, and note that before the step is saved. Collective."""
+        if self._config is None or self._metric is None:
+            return False
+        if self._mesh.is_main:
+            self._add(metrics)
+        ends = self._mesh.is_main and self._metric.name in metrics and self._waited >= self._config.patience
+        if ends:
+            self._run_dir.note_early_end(step)
+            report(
+                f"early end: {self._metric.name} has not been better than {self._best:.6g} for {self._waited} values",
+                step=step,
+            )
+        return bool(self._mesh.max({"ends": float(ends)})["ends"])

@@ -79,12 +79,14 @@ class FollowedRun:
     def due(self, interval: int | None) -> list[int]:
         """Return the steps that are there and to be evaluated, ascending; 0 is the model that it began with."""
         steps = [step for step in self.run_dir.committed_steps() if step]
-        wanted = [step for step in steps if interval is None or step % interval == 0 or step == self.max_steps]
+        last = self.run_dir.early_end() or self.max_steps
+        wanted = [step for step in steps if interval is None or step % interval == 0 or step == last]
         return [0, *wanted] if self.base is not None else wanted
 
     def is_over(self) -> bool:
         """Whether no further checkpoint comes: the last step is saved, or the run has ended."""
-        return self.max_steps in self.run_dir.committed_steps() or not self.run_dir.is_under_way()
+        last = self.run_dir.early_end() or self.max_steps
+        return last in self.run_dir.committed_steps() or not self.run_dir.is_under_way()
 
 
 def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:

@@ -248,6 +248,8 @@ def _make_room(
     run_dir = attempt.run_dir
     try:
         holds, last_batch, lives = _look_at_the_rest(attempt, ckpt, sections, clean=clean)
+        if not again and _finished_at(run_dir, attempt.number) is not None:
+            run_dir.note_early_end(None)  # the user continues a run that has ended
         run_dir.require_writable()
         is_other = not holds or (not again and _takes_another_way(attempt, ckpt, trainer, orchestrator))
         if run_dir.holds_run() and not clean and (origin := run_dir.note_place()) is not None:
@@ -540,9 +542,9 @@ def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sec
     if (other := _other_program(run_dir, number, name)) is not None:
         raise RunDirError(f"{run_dir.path} holds a run of {other}: choose another directory with --output-dir.")
     if (step := _finished_at(run_dir, number)) is not None:
+        length = trainer.length_flag if run_dir.early_end() is None else "--stop.patience"
         further = (
-            f"raise {trainer.length_flag} and add --ckpt.resume-step latest (step {steps[-1]}) to train further, "
-            f"{elsewhere}"
+            f"raise {length} and add --ckpt.resume-step latest (step {steps[-1]}) to train further, {elsewhere}"
             if steps
             else "choose another directory with --output-dir, and with --model.name "
             f"{run_dir.weights_of(step)} if a new run is to begin with its weights"
