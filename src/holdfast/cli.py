@@ -44,7 +44,7 @@ COMMANDS = {
         "commands.evaluate:launch",
         "EvaluateConfig",
     ),
-    "ckpt": ("Checkpoints: list, verify, show, export, import.", "commands.ckpt:main", None),
+    "ckpt": ("Checkpoints: list, verify, show, export, import, prune; what takes space.", "commands.ckpt:main", None),
     "environments": (
         "Environments: list, begin one, check one.",
         "commands.environments:main",

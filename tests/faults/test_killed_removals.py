@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import pytest
 
+from holdfast.commands.ckpt import prune
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.launcher.evaluation.follow import _clear_leftovers, _clear_other_evaluation
@@ -32,6 +33,7 @@ from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import MANIFEST_NAME
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
+from holdfast.view.ckpt_dirs import CheckpointDirs
 from tests.builders.checkpoint_files import write_checkpoint, write_weights
 from tests.conftest import ROOT
 from tests.faults.faulty_calls import deaths, in_faulty_child, read_trail
@@ -76,6 +78,7 @@ _PLACES = {
     "an evaluation that has ended": "orchestrator/evaluation/evaluator.py evaluate",
     "an evaluation with --clean": "launcher/evaluation/policy.py prepare_directory",
     "batches": "run/atomic.py remove_directory, run/run_dir.py RunDir.prune_batches",
+    "pruned steps": "commands/ckpt.py prune, run/run_dir.py RunDir.remove",
     "evaluations that are followed": (
         "launcher/evaluation/follow.py _clear_leftovers _clear_other_evaluation, launcher/evaluation/policy.py "
         "remove_exports"
@@ -174,6 +177,17 @@ def _batches(case: Path) -> None:
     """One of them is a link to where somebody has put it."""
     _write(case, *(f"rollouts/step_{step}/{name}" for step in (1, 3) for name in "ab"), "archive/a")
     (case / "rollouts/step_2").symlink_to(case / "archive")
+
+
+def _prunable(case: Path) -> None:
+    RunDir(case).create()
+    for step in (1, 2, 3):
+        write_checkpoint(RunDir(case), step, run_id=RunDir(case).run_id())
+    _write(case, "discarded/attempt_2/rollouts/step_9/batch.msgpack")
+
+
+def _prune(case: Path) -> None:
+    prune(CheckpointDirs(case), keep=1, keep_interval=None, keep_best=None, discarded=True, dry_run=False)
 
 
 def _later_steps(case: Path) -> None:
@@ -283,6 +297,10 @@ def _clear_others(case: Path) -> None:
 
 DRIVES: dict[str, Drive] = {
     "batches": Drive(_batches, lambda case: RunDir(case).prune_batches(2)),
+    "pruned steps": Drive(
+        _prunable,
+        _prune,
+    ),
     "published weights": Drive(
         lambda case: [write_weights(RunDir(case), version) for version in range(4)],
         lambda case: RunDir(case).remove_weights_after(1),

@@ -6,19 +6,21 @@ No action imports torch before it needs tensors.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from holdfast.arguments import Parser, add_json
+from holdfast.arguments import Parser, add_json, positive
 from holdfast.errors import CheckpointError, ConfigError, ReadError
 from holdfast.process.child import heavy_imports
 from holdfast.run.atomic import is_gone
-from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, kind_of
+from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, Retention, kind_of
 from holdfast.run.choose_run import RunSubcommands
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.settings import flat_settings, read_settings
@@ -64,6 +66,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("--format", dest="form", choices=("hf", "trainer", "dcp"), default="hf", help=told)
     export.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     export.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
+    add("du", "Show what takes space in the directory of the run, and what may go.")
+    prune = add("prune", "Remove older steps of a run that does not train now; the newest step stays.")
+    prune.add_argument("--keep", type=positive, required=True, metavar="N", help="keep the newest N steps")
+    prune.add_argument("--keep-interval", type=positive, metavar="K", help="keep every K-th step, too")
+    prune.add_argument("--keep-best", metavar="NAME", help="keep the step with the best value, too: min:val/loss")
+    prune.add_argument("--discarded", action="store_true", help="also remove files that resumes have moved aside")
+    prune.add_argument("--dry-run", action="store_true", help="remove nothing, and show what would be removed")
     taken = add("import", f"Begin a run with a step of another program: {_IMPORT}.", shares=False)
     add_json(taken)
     taken.add_argument("source", metavar="SOURCE", help="the directory of the other program's step")
@@ -86,6 +95,8 @@ def main(argv: list[str]) -> int:
         "verify": verify,
         "show": show,
         "export": _export,
+        "du": du,
+        "prune": prune,
     }
     action = actions[arguments.pop("command")]
     as_json = arguments.pop("json")
@@ -276,6 +287,76 @@ def _details(directory: Path, listing: Manifest, counters: Mapping[str, Any]) ->
 
 def _joined(values: Mapping[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in values.items())
+
+
+_PARTS = {
+    "checkpoints": "older steps: `ckpt prune RUN --keep N`",
+    "weights": "no: the result, and weights that a resume needs",
+    "rollouts": "old batches: a run with a smaller `journal.keep` removes them",
+    "evaluations": "if nobody compares them any more",
+    "discarded": "yes: `ckpt prune RUN --keep N --discarded`",
+    "logs": "old attempts: a run with `keep_attempts` removes them",
+    "tensorboard": "if nobody looks at the curves any more",
+}
+"""Part of a run directory -> whether it may be removed."""
+
+
+def _bytes_of(path: Path) -> tuple[int, int]:
+    """Return the bytes and the number of the files at or below a path; links count as nothing."""
+    files = [path] if path.is_file() else path.rglob("*")
+    sizes = list[int]()
+    for one in files:
+        with contextlib.suppress(FileNotFoundError):  # a run has just removed it
+            status = one.lstat()
+            sizes += [status.st_size] if stat.S_ISREG(status.st_mode) else []
+    return sum(sizes), len(sizes)
+
+
+def du(dirs: CheckpointDirs) -> Report:
+    """Show the size of each part of a run directory, the largest first."""
+    dirs.check()
+    sizes = {path.name: _bytes_of(path) for path in dirs.run.iterdir() if not path.is_symlink()}
+    lines = [
+        {"part": name, "size_bytes": num_bytes, "files": files, "may_go": _PARTS.get(name, "no")}
+        for name, (num_bytes, files) in sorted(sizes.items(), key=lambda item: (-item[1][0], item[0]))
+    ]
+    total = sum(num_bytes for num_bytes, _ in sizes.values())
+    rows = [(one["part"], size(one["size_bytes"]), f"{one['files']:,}", one["may_go"]) for one in lines]
+    grid = Grid(("part", ">size", ">files", "may go"), rows)
+    return Report({"run": str(dirs.run), "size_bytes": total, "parts": lines}, [grid, f"{size(total)} in {dirs.run}"])
+
+
+def prune(
+    dirs: CheckpointDirs, *, keep: int, keep_interval: int | None, keep_best: str | None, discarded: bool, dry_run: bool
+) -> Report:
+    """Remove committed steps that the rule does not keep; damaged steps and steps of other runs stay. Raise ConfigError
+    for a directory that is not of a run, or an unknown metric; RunDirError if the run trains now."""
+    dirs.check()
+    run_dir = dirs.run_dir
+    if not run_dir.holds_run():
+        raise ConfigError(f"{dirs.run} has no run.json: `ckpt prune` takes the directory of a run")
+    if not (dry_run or run_dir.is_own()):
+        run_dir.lock()
+    committed = {entry.step: entry for entry in dirs.entries() if entry.status == "committed" and entry.manifest}
+    saved = {step: entry.manifest.metrics for step, entry in committed.items() if entry.manifest is not None}
+    best = _metric(dirs, keep_best, saved) if keep_best is not None else None
+    superseded = Retention(keep, keep_interval, best).superseded(saved)
+    aside = run_dir.set_aside_directories() if discarded else []
+    freed = sum(committed[step].size_bytes for step in superseded) + sum(_bytes_of(path)[0] for path in aside)
+    if not dry_run:
+        run_dir.remove(*(committed[step].path for step in superseded), *aside)
+    kept = [step for step in committed if step not in superseded]
+    document = {
+        "removed": superseded, "kept": kept, "discarded": [str(path) for path in aside], "freed_bytes": freed,
+        "dry_run": dry_run,
+    }  # fmt: skip
+    verb = "would remove" if dry_run else "removed"
+    removed = f"{verb} {_numbered('step', superseded)}{f', {len(aside)} directories set aside' if aside else ''}"
+    return Report(document, [f"{removed}: {size(freed)}; kept: {_numbered('step', kept)}"])
+
+
+def _numbered(noun: str, steps: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}" if steps else f"no {noun}"
 
 
 def _export(dirs: CheckpointDirs, **options: Any) -> Report:

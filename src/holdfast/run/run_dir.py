@@ -453,6 +453,16 @@ class RunDir:
                 if number <= last:
                     atomic.remove_directory(parent / f"attempt_{number}")
 
+    def set_aside_directories(self) -> list[Path]:
+        """Directories of files that attempts have set aside."""
+        parents = (self.path, self.checkpoints, self.rollouts, self.weights, self.evaluations)
+        return [path for parent in parents if (path := parent / DISCARDED).is_dir()]
+
+    def remove(self, *directories: Path) -> None:
+        """Remove directories of this run, such as steps; each is removed whole or is still there."""
+        for directory in directories:
+            atomic.remove_directory(directory)
+
     def prune_batches(self, step: int) -> None:
         """Remove the batches up to and including `step`, which no checkpoint needs any more."""
         for old in self.published_batches():

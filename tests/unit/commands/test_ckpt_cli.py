@@ -252,3 +252,49 @@ def test_an_error_ends_the_command(error: Exception, code: int, said: str, capfd
 def test_ctrl_c_is_no_error_of_the_work() -> None:
     with pytest.raises(KeyboardInterrupt), tensor_work("reading"):
         raise KeyboardInterrupt
+
+
+def test_older_steps_are_pruned_by_the_rule(run_command: Command, refused: Refused, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    for step, loss in ((2, 0.5), (4, 0.1), (6, 0.3), (8, 0.2), (10, 0.4)):
+        write_checkpoint(run_dir, step, metrics={"loss": loss}, run_id=run_dir.run_id())
+    write_checkpoint(run_dir, 12, run_id="another")
+    (run_dir.checkpoint(2) / "manifest.json").write_text("{")
+    aside = run_dir.discarded(2) / "rollouts" / "step_9" / "batch.msgpack"
+    aside.parent.mkdir(parents=True)
+    aside.write_bytes(b"x" * 10_000)
+    words = ("prune", run_dir.path, "--keep", "1", "--keep-best", "loss")
+    code, out, _ = run_command("ckpt", *words, "--dry-run")
+    assert code == 0 and out.startswith("would remove steps 6, 8: ") and "kept: steps 4, 10" in out
+    assert run_dir.checkpoint(6).exists()
+    code, out, _ = run_command("ckpt", *words, "--discarded", "--json")
+    found = json.loads(out)
+    assert (code, found["removed"], found["kept"], found["freed_bytes"] > 10_000) == (0, [6, 8], [4, 10], True)
+    there = sorted(path.name for path in run_dir.checkpoints.iterdir())
+    assert there == ["step_10", "step_12", "step_2", "step_4"] and not aside.exists(), "damaged and foreign steps stay"
+    code, out, _ = run_command("ckpt", "du", run_dir.path)
+    assert code == 0 and out.splitlines()[1].startswith("checkpoints") and "ckpt prune RUN --keep N" in out
+    code, out, _ = run_command("ckpt", "prune", run_dir.path, "--keep", "4")
+    assert code == 0 and out == "removed no step: 0 B; kept: steps 4, 10\n"
+    assert "must be a number from 1 on" in refused("ckpt", "prune", run_dir.path, "--keep", "0")
+    assert "required: --keep" in refused("ckpt", "prune", run_dir.path)
+    assert "no step has the metric 'lost'" in refused("ckpt", *words[:-1], "lost")
+
+
+def test_the_steps_of_a_run_that_trains_are_not_pruned(refused: Refused, run_dir: RunDir) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(run_dir.path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        assert "is in use" in refused("ckpt", "prune", run_dir.path, "--keep", "1")
+        holder.kill()
+    assert run_dir.committed_steps() == [1, 2, 3, 4]
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from holdfast.run.run_dir import RunDir
+RunDir(Path(sys.argv[1])).lock()
+print("held", flush=True)
+time.sleep(10**6)
+"""
