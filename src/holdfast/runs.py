@@ -1,6 +1,6 @@
 """Runs from Python: the commands as functions, for notebooks and scripts.
 
-    run = holdfast.sft(model={"name": "mine"}, data={"name": "rows.jsonl"}, output_dir="outputs/x", max_steps=100)
+    run = holdfast.sft(model="mine", data="rows.jsonl", output_dir="outputs/x", max_steps=100)
     run.wait()
 
 A function starts the same processes as its command, so this process holds no trainer. The processes end with this
@@ -220,8 +220,9 @@ def sft(*files: str | Path, **settings: Any) -> Run:
 
     Args:
         files: TOML files with settings.
-        settings: by keyword; a section is a dictionary, as in `optim={"lr": 1e-5}`. They win over files. A function or
-            class of a module stands for its name, as `module:function` in a file.
+        settings: by keyword; a section is a dictionary, as in `optim={"lr": 1e-5}`, and text for a section, such as
+            `model`, is its name. They win over files. A function or class of a module stands for its name, as
+            `module:function` in a file.
 
     Raises:
         ConfigError: a setting cannot be used; nothing is started.
@@ -282,6 +283,8 @@ def _words(kind: type[Any], key: str, value: Any) -> Iterator[str]:
     value = _plain(value, key)
     if flag is not None and flag.is_section and value in (True, {}):
         yield name
+    elif flag is not None and flag.is_section and isinstance(value, str) and f"{name}.name" in flags_of(kind):
+        yield f"{name}.name={value}"
     elif isinstance(value, dict) and (flag is None or flag.is_section):
         for inner, one in value.items():
             yield from _words(kind, f"{key}.{inner}", one)

@@ -37,6 +37,8 @@ def test_keywords_are_the_settings_of_the_command() -> None:
         False,
         False,
     )
+    short = parsed(SftConfig, model=Path("mine"), data="rows.jsonl", max_steps=7)
+    assert (short.model.name, short.data.name) == ("mine", "rows.jsonl")
     rl = parsed(
         RlConfig,
         trainer={"loss": {"type": "dapo", "clip_high": 0.2}, "rewards": {"weights": {"exact": 2.0}}},
