@@ -45,6 +45,7 @@ COMMANDS = {
         "EvaluateConfig",
     ),
     "ckpt": ("Checkpoints: list, verify, show, export, import, prune; what takes space.", "commands.ckpt:main", None),
+    "chat": ("Talk to a model, or to the newest weights of a run.", "commands.chat:main", None),
     "environments": (
         "Environments: list, begin one, check one.",
         "commands.environments:main",

@@ -119,8 +119,7 @@ class Run:
         limit: int | None = None,
     ) -> Rows:
         """Return answers of an RL run as `rollouts RUN` shows them, by field. Raise as that command."""
-        from holdfast.view.answers import Choice, Expression, choose, read_answers
-        from holdfast.view.rollout_text import find_batches, text_of
+        from holdfast.view.answers import Choice, Expression, choose, find_batches, read_answers, text_of
 
         choice = Choice(
             where=Expression(where, key="where") if where is not None else None,

@@ -25,14 +25,19 @@ from holdfast.run.atomic import is_gone
 from holdfast.run.choose_run import RunSubcommands, steps_of
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.run.run_dir import RunDir
-from holdfast.view.answers import Answer, Choice, Expression, choose, read_answers, shown_parts
-from holdfast.view.rollout_text import (
+from holdfast.view.answers import (
+    Answer,
+    Choice,
+    Expression,
     TextOf,
+    choose,
     find_batch,
     find_batches,
     problems_of,
+    read_answers,
     read_batch_at,
     sampler_of,
+    shown_parts,
     shown_text,
     step_of,
     text_of,

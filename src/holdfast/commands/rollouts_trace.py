@@ -24,7 +24,7 @@ from holdfast.protocol.rollouts import Rollout, VersionSpan, decode_packed
 from holdfast.run.manifest import read_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import holds_adapter, listed_digest
-from holdfast.view.rollout_text import find_batch, read_batch_at, sampler_of, shown_text, text_of
+from holdfast.view.answers import find_batch, read_batch_at, sampler_of, shown_text, text_of
 from holdfast.view.tables import Grid, Report, number
 
 _Answer = TypeVar("_Answer")

@@ -1,11 +1,13 @@
 """Fills in settings that depend on the device, before any process starts, and computes a fingerprint of the settings.
 
-The fingerprint leaves out free settings, which do not change what is computed.
+The fingerprint leaves out free settings, which do not change what is computed. `rl` may pick some settings so that a
+training step fits a GPU that it shares with an engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,10 +15,10 @@ import xxhash
 
 from holdfast.config.base import BY_DEVICE, Command, DeviceType, DType
 from holdfast.config.inference import InferenceConfig
-from holdfast.config.marks import Mark, has_mark
+from holdfast.config.marks import Mark, Picked, has_mark, marks_of
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import TrainingCommand, schedule_end
+from holdfast.config.training import LoraConfig, TrainingCommand, schedule_end
 
 C = TypeVar("C", OrchestratorConfig, InferenceConfig)
 
@@ -114,3 +116,32 @@ def _fill(section: Any, prefix: str, **values: Any) -> dict[str, Any]:
     for name, value in missing.items():
         setattr(section, name, value)
     return {f"{prefix}.{name}": value for name, value in missing.items()}
+
+
+_COSTS = {
+    key: mark.cost for key, marks in marks_of(TrainerConfig).items() for mark in marks if isinstance(mark, Picked)
+}
+PICKABLE = tuple(sorted((key for key in _COSTS if not key.startswith("model.lora.")), key=_COSTS.__getitem__))
+"""By dotted key, the cheapest first."""
+
+
+def open_settings(config: TrainingCommand) -> tuple[str, ...]:
+    """Return the settings that may be picked, and that nobody has set."""
+    return tuple(key for key in PICKABLE if _place(config, key)[1] not in _place(config, key)[0].model_fields_set)
+
+
+def set_values(config: TrainingCommand, values: Mapping[str, Any]) -> None:
+    """Set values by dotted key, in place; adapters are given as a table."""
+    for key, value in values.items():
+        section, name = _place(config, key)
+        setattr(section, name, LoraConfig.model_validate(value) if name == "lora" else value)
+
+
+def shown_setting(key: str, value: Any) -> str:
+    """Return the setting and its value for a line."""
+    return f"{key}.rank = {value['rank']}" if key == "model.lora" else f"{key} = {str(value).lower()}"
+
+
+def _place(config: TrainingCommand, key: str) -> tuple[Any, str]:
+    *sections, name = key.split(".")
+    return reduce(getattr, sections, config), name

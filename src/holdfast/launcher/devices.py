@@ -14,8 +14,14 @@ from typing import Any
 
 from holdfast.config.base import BY_DEVICE, DeviceType
 from holdfast.config.inference import InferenceConfig
-from holdfast.config.picked import PICKABLE, open_settings, set_values, shown
-from holdfast.config.resolved import choose_for_engine, choose_for_training
+from holdfast.config.resolved import (
+    PICKABLE,
+    choose_for_engine,
+    choose_for_training,
+    open_settings,
+    set_values,
+    shown_setting,
+)
 from holdfast.config.rl import RlConfig
 from holdfast.config.rl_trainer import CollectiveWeights, TrainerConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, TrainingCommand
@@ -324,7 +330,7 @@ def keep_picks(config: TrainingCommand, before: Mapping[str, Any]) -> None:
     for key in [key for key in config.picked if key in open_settings(config)]:
         value = reduce(lambda table, name: table[name], key.split("."), before)
         set_values(config, {key: value})
-        print(f"{shown(key, value)}, kept from the run, which picked it to fit a GPU")
+        print(f"{shown_setting(key, value)}, kept from the run, which picked it to fit a GPU")
 
 
 def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: bool) -> dict[str, Any]:

@@ -14,12 +14,14 @@ import msgspec
 from holdfast.config.base import CkptConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.config.picked import open_settings, set_values, shown
 from holdfast.config.resolved import (
     GPU_MEMORY_UTILIZATION,
     SHARED_GPU_MEMORY_UTILIZATION,
     choose_for_engine,
     choose_for_training,
+    open_settings,
+    set_values,
+    shown_setting,
 )
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import TrainingCommand
@@ -170,7 +172,7 @@ def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> 
     trainer.picked = [*trainer.picked, *found.picked]
     for key, value in found.picked.items():
         less = f"{peak / GIB:.1f} GiB in place of {found.unpicked_bytes / GIB:.1f}"
-        print(f"trainer.{shown(key, value)}, picked so that a step fits beside the engine: {less} GiB")
+        print(f"trainer.{shown_setting(key, value)}, picked so that a step fits beside the engine: {less} GiB")
     rest = 100 * (room.card - room.taken - peak) // room.card
     engine.gpu_memory_utilization = max(least / 100, min(GPU_MEMORY_UTILIZATION, rest / 100))
     print(

@@ -12,13 +12,16 @@ import signal
 import struct
 import time
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from holdfast.config.training import StopConfig
 from holdfast.process.events import report
 from holdfast.run.checkpoints import BestMetric
 from holdfast.run.metrics import plain_value
 from holdfast.run.run_dir import RunDir
-from holdfast.trainer.mesh import Mesh
+
+if TYPE_CHECKING:
+    from holdfast.config.training import StopConfig
+    from holdfast.trainer.mesh import Mesh
 
 _TIME = struct.Struct("d")
 SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGUSR2: signal.SIGINT}

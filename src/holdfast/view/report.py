@@ -28,7 +28,7 @@ from holdfast.run import atomic
 from holdfast.run.choose_run import only_run, refuse_flags
 from holdfast.run.journal import read_batch
 from holdfast.run.settings import flat_settings
-from holdfast.view.answers import Answer, read_answers, shown_parts
+from holdfast.view.answers import Answer, TextOf, problems_of, read_answers, shown_parts, text_of
 from holdfast.view.charts import (
     LEARNING,
     SPEED,
@@ -40,7 +40,6 @@ from holdfast.view.charts import (
     timeline_of,
 )
 from holdfast.view.follow import short_names
-from holdfast.view.rollout_text import TextOf, problems_of, text_of
 from holdfast.view.run_data import RunData, read_run
 
 MAX_BATCHES = 4

@@ -23,10 +23,9 @@ from holdfast.errors import DataError, HoldfastError, RunDirError
 from holdfast.run import atomic, checked, lock
 from holdfast.run.run_dir import RunDir, number_of, numbered_paths
 from holdfast.run.settings import settings_of_attempt
-from holdfast.view.answers import read_answers, shown_parts, spread
+from holdfast.view.answers import TextOf, read_answers, shown_parts, spread, text_of
 from holdfast.view.follow import EventLog, Tail
 from holdfast.view.load_tracker import load_tracker
-from holdfast.view.rollout_text import TextOf, text_of
 from holdfast.view.state import alarm_of
 from holdfast.view.tracker import TrackedRun
 

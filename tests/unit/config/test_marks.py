@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from docs_tools.listing import SETTINGS, tables
 from holdfast.config import RewardTrainingConfig, RlConfig, TrainerConfig
 from holdfast.config.marks import Mark, Picked, has_mark, marked, marks_of
-from holdfast.config.picked import PICKABLE
+from holdfast.config.resolved import PICKABLE
 from holdfast.config.rl import shared
 from holdfast.config.training import RATES
 

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.config import RlConfig, SftConfig
 from holdfast.config.inference import InferenceConfig
-from holdfast.config.picked import PICKABLE
+from holdfast.config.resolved import PICKABLE
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import LoraConfig, ParallelConfig, TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError

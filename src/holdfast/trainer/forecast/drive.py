@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from holdfast.config import SftConfig, TrainerConfig, program_config
-from holdfast.config.picked import set_values
 from holdfast.config.preference import DpoConfig
+from holdfast.config.resolved import set_values
 from holdfast.config.training import (
     LoraConfig,
     ParallelConfig,

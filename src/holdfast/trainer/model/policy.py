@@ -164,7 +164,7 @@ def cross_entropy(logprobs_N: Tensor, weights_N: Tensor) -> Tensor:
 
 
 WATCHED = Reading(entropy=True, accuracy=True)
-"""What supervised training and validation show of each target."""
+"""The numbers that supervised training and validation show of each target."""
 
 
 def supervised_step(

@@ -442,7 +442,7 @@ def read_pairs(
     device: torch.device,
     share: bool = False,
 ) -> Predicted:
-    """Return the sums (P, 2) over each answer of what `reading` asks for, as `predict_pairs` does."""
+    """Return the sums (P, 2) over each answer of the numbers that `reading` asks for, as `predict_pairs` does."""
     sides = [side for pair in pairs for side in pair.sides]
     places = [2 * index + side for index in indices for side in (0, 1)]
     found = _read_sides(policy, sides, places, reading, pack=pack, share=share, device=device)

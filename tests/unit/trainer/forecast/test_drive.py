@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Qwen3Config
 
 from holdfast.config import SftConfig, TrainerConfig
-from holdfast.config.picked import PICKABLE
+from holdfast.config.resolved import PICKABLE
 from holdfast.config.training import TrainedModelConfig, TrainingCommand
 from holdfast.errors import HoldfastError
 from holdfast.run.forecast import GIB, Collectives, Forecast, Load, Peak, Room, Step
