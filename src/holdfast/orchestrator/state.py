@@ -10,14 +10,17 @@ import random
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
-from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.protocol.rollouts import Dropped
 from holdfast.run.journal import Counts
+
+if TYPE_CHECKING:
+    from holdfast.config.orchestrator import OrchestratorConfig
 
 STATE_FORMAT = 2
 
