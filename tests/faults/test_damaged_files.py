@@ -42,6 +42,7 @@ KINDS = (
     (r"run/checkpoints/step_N/trainer/reference_logprobs\.npz", "told"),
     (r"run/checkpoints/step_N/orchestrator/.*", "told"),
     (r"run/checkpoints/step_N/.*", "told"),
+    (r"run/rollouts/step_N/trained\.json", "shown"),
     (r"run/rollouts/step_N/.*", "told"),
     (r"run/rollouts/generations_N\.log", "same"),
     (r"run/judgements\.log", "same"),
