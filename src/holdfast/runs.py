@@ -131,11 +131,8 @@ class Run:
 
     def wait(self) -> Run:
         """Return this run when its processes have ended, by a stop, too. An interrupt (Ctrl-C, or by the notebook)
-        saves the running step and stops the run; a second interrupt stops the run at once.
-
-        Raises:
-            RunFailed: the command ended with an error.
-        """
+        saves the running step and stops the run; a second interrupt stops the run at once. Raise RunFailed if the
+        command ended with an error."""
         try:
             self._wait()
         except KeyboardInterrupt:
@@ -155,10 +152,7 @@ class Run:
 
     def stop(self) -> Run:
         """End and save the running step, and return when the processes have ended; the same call continues the run.
-
-        Raises:
-            ConfigError: a process of another machine or container has the run.
-        """
+        Raise ConfigError if a process of another machine or container has the run."""
         self._signal(signal.SIGINT)
         self._wait()
         return self

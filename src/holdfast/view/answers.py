@@ -31,12 +31,9 @@ _STEP_NAME = re.compile(r"step_(\d+)(\.\d+)?")
 
 
 def find_batches(run_dir: RunDir, texts: Sequence[str]) -> list[Path]:
-    """Return the directories of the batches that STEP arguments name, each once, in their order.
-
-    Raises:
-        CheckpointError: a batch is not there; names the batches that are.
-        ConfigError: the directory holds no run, or an argument is not a STEP.
-    """
+    """Return the directories of the batches that STEP arguments name, each once, in their order. Raise CheckpointError
+    if a batch is not there; names the batches that are. Raise ConfigError if the directory holds no run, or an argument
+    is not a STEP."""
     if not (run_dir.holds_run() or run_dir.rollouts.is_dir()):
         raise no_run(run_dir.path, "neither run.json nor rollouts")
     return list(dict.fromkeys(directory for text in texts for directory in _batches_of(run_dir, text)))
@@ -78,11 +75,7 @@ def step_of(directory: Path) -> int:
 
 
 def read_batch_at(directory: Path) -> Batch:
-    """Return the batch in a directory that `find_batches` returned, verified.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return the batch in a directory that `find_batches` returned, verified. Raise CheckpointError if it is damaged."""
     try:
         return read_batch_in(directory, step=step_of(directory))
     except FileNotFoundError as error:  # removed while it was read
@@ -301,11 +294,8 @@ _ALLOWED = "names, numbers, texts, and, or, not, comparisons, in, + - * / %, len
 
 
 class Expression:
-    """A part of Python about one answer. A comparison or a sum with None is false or None.
-
-    Raises:
-        ConfigError: the text is not Python, or more than the parts that are allowed.
-    """
+    """A part of Python about one answer. A comparison or a sum with None is false or None. Raise ConfigError if the
+    text is not Python, or more than the parts that are allowed."""
 
     def __init__(self, text: str, *, key: str) -> None:
         self.text, self.key = text, key

@@ -248,12 +248,8 @@ def change_training(changed: list[str]) -> bool:
 
 
 def inputs_of(configs: Path) -> dict[str, str]:
-    """Return the inputs that an attempt noted beside its settings in `configs`, if any.
-
-    Raises:
-        DataError: they are damaged.
-        OSError: they cannot be read.
-    """
+    """Return the inputs that an attempt noted beside its settings in `configs`, if any. Raise DataError if they are
+    damaged. Raise OSError if they cannot be read."""
     path = configs / INPUTS_NAME
     if not path.exists():
         return {}

@@ -305,11 +305,8 @@ class Checkpointer:
             self._staged.set()  # also if staging was never reached: the optimizer step waits
 
     def poll(self) -> list[int]:
-        """Return the steps committed since the last call. Not collective.
-
-        Raises:
-            SaveError: a save failed since the last call, and `on_failure` is `stop`.
-        """
+        """Return the steps committed since the last call. Not collective. Raise SaveError if a save failed since the
+        last call, and `on_failure` is `stop`."""
         self._collect_result()
         with self._results_lock:
             committed, self._committed = self._committed, []
@@ -341,11 +338,8 @@ class Checkpointer:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Wait for the last save and leave the process groups.
-
-        Raises:
-            SaveError: the last save failed, even with `on_failure = "warn"`.
-        """
+        """Wait for the last save and leave the process groups. Raise SaveError if the last save failed, even with
+        `on_failure = "warn"`."""
         self.wait()
         for hook in self._hooks:
             hook.remove()
@@ -458,11 +452,8 @@ def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step:
 def load_state_with_optimizer(
     directory: str | Path, state: State | Mapping[str, Any], *, seed: int = 0, verify: Verification = "full"
 ) -> int:
-    """Restore everything that `save_state` saved, and return its step. Collective.
-
-    Raises:
-        CheckpointError: the directory is damaged, has only weights, or does not fit the state.
-    """
+    """Restore everything that `save_state` saved, and return its step. Collective. Raise CheckpointError if the
+    directory is damaged, has only weights, or does not fit the state."""
     path = Path(directory)
     if kind_of(path) is not Kind.CHECKPOINT:
         raise CheckpointError(

@@ -123,10 +123,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 def inner_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return a tensor by name; of a tensor of a class of its own, such as torchao's, the tensors that it consists of.
-
-    Raises:
-        CheckpointError: a checkpoint cannot hold the tensor.
-    """
+    Raise CheckpointError if a checkpoint cannot hold the tensor."""
     if isinstance(tensor, DTensor) or type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
         check_tensor(name, tensor)
         return {name: tensor}

@@ -234,11 +234,8 @@ class ObjectsState:
                 _check_groups(name, thing, value["state"])
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Restore what `values` returned, and hand the optimizers their part of the last `targets`.
-
-        Raises:
-            CheckpointError: other objects were saved; then nothing is changed.
-        """
+        """Restore what `values` returned, and hand the optimizers their part of the last `targets`. Raise
+        CheckpointError if other objects were saved; then nothing is changed."""
         self.check(values)
         decoded: dict[str, Any] = {}
         for name, value in values.items():
@@ -328,11 +325,8 @@ def _is_plain_optimizer(thing: Any) -> TypeGuard[Optimizer]:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once (the first name wins).
-
-    Raises:
-        CheckpointError: a submodule has extra state (`get_extra_state`), which is not a tensor.
-    """
+    """Return parameters and persistent buffers by name, tied ones once (the first name wins). Raise CheckpointError if
+    a submodule has extra state (`get_extra_state`), which is not a tensor."""
     transient = set()
     for prefix, part in module.named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:

@@ -60,11 +60,8 @@ class Format:
         return sorted(set(row) - {*self.needed, *self.optional})
 
     def encode(self, row: Row, tokenizer: Tokenizer, config: SftDataConfig) -> list[Encoded]:
-        """Return the tokens of a row.
-
-        Raises:
-            ConfigError, DataError: it cannot be trained, or is too long where that is an error; says why.
-        """
+        """Return the tokens of a row. Raise ConfigError or DataError if it cannot be trained, or is too long where that
+        is an error; says why."""
         if config.chat_template_kwargs:
             own = options_of(row.get("chat_template_kwargs"))
             row = {**row, "chat_template_kwargs": {**config.chat_template_kwargs, **own}}
@@ -105,11 +102,7 @@ def has_format(row: Row, formats: tuple[Format, ...]) -> bool:
 
 
 def find_format(row: Row, formats: tuple[Format, ...], *, name: str) -> Format:
-    """Return the first format whose columns `row` has.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the first format whose columns `row` has. Raise DataError if there is none."""
     for candidate in formats:
         if has_format(row, (candidate,)):
             return candidate
@@ -306,11 +299,8 @@ def _margin(row: Row) -> float:
 
 
 def _check_implicit_prompt(prompt: object, shared: list[Any]) -> None:
-    """Refuse conversations that do not begin alike, or not with the text of `prompt`, if there is one.
-
-    Raises:
-        DataError: they do not.
-    """
+    """Refuse conversations that do not begin alike, or not with the text of `prompt`, if there is one. Raise DataError
+    if they do not."""
     if not shared:
         raise DataError(
             f"rows need {_PAIR_SHAPE}; `chosen` and `rejected` of this one begin with different messages, so there is "

@@ -97,11 +97,8 @@ class BadRows(msgspec.Struct, frozen=True):
         return BadRows(self.count + other.count, (*self.first, *other.first)[:_MOST_NAMED])
 
     def settle(self, config: SftDataConfig, rows: int) -> list[str]:
-        """Return what to say of rows that are left out, of `rows` of the data.
-
-        Raises:
-            DataError: no row is to be left out, or nothing else is there.
-        """
+        """Return what to say of rows that are left out, of `rows` of the data. Raise DataError if no row is to be left
+        out, or nothing else is there."""
         if not self.count:
             return []
         if config.on_bad_row == "drop" and self.count < rows:

@@ -95,11 +95,8 @@ def read_samples(
 
 
 def open_dataset(config: SftDataConfig, formats: tuple[Format, ...], *, is_reported: bool) -> tuple[Rows, int]:
-    """Return the rows of a dataset and the place of their format, which is reported as well where `is_reported`.
-
-    Raises:
-        DataError: the dataset is missing, unreadable or empty, or its first row has no known columns.
-    """
+    """Return the rows of a dataset and the place of their format, which is reported as well where `is_reported`. Raise
+    DataError if the dataset is missing, unreadable or empty, or its first row has no known columns."""
     rows = read_rows(config.name, split=config.split)
     taken = (row for place in range(len(rows)) for _, row in rows.take(place, place + 1))
     objects = (row for row in taken if not isinstance(row, DataError))
@@ -162,11 +159,8 @@ def _say_not_kept(where: str, reason: str) -> None:
 
 
 def _cached(config: SftDataConfig, make: Callable[[], _Work], mesh: Mesh | None) -> CachedSamples | None:
-    """Return the samples of the cache, which is made if need be; None if the cache cannot hold them. Collective.
-
-    Raises:
-        DataError: machines have other data.
-    """
+    """Return the samples of the cache, which is made if need be; None if the cache cannot hold them. Collective. Raise
+    DataError if machines have other data."""
     keys = _run_together(make() if mesh is None or mesh.is_main else None, mesh)
     if mesh is not None and mesh.world_size > 1 and None not in keys:
         # A machine that does not see the directory of rank 0 makes its own; the others find it.
@@ -184,11 +178,8 @@ def _cached(config: SftDataConfig, make: Callable[[], _Work], mesh: Mesh | None)
 
 
 def _run_together(work: _Work | None, mesh: Mesh | None) -> list[str | None]:
-    """Run `work` on the ranks that have it while the others wait; return every rank's result. Collective.
-
-    Raises:
-        HoldfastError: the error of a rank, on every rank.
-    """
+    """Run `work` on the ranks that have it while the others wait; return every rank's result. Collective. Raise
+    the error of a rank on every rank."""
     is_done, outcome, failure = work is None, None, None
     while True:
         began = time.monotonic()
@@ -302,11 +293,8 @@ def refuse_other_tokens(name: str, tokenizer_name: str, *, key: str) -> None:
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Check that the orchestrator, which reads tokenizer.json itself, has the tokens that transformers makes.
-
-    Raises:
-        ConfigError: they differ, also if only special tokens do, so `rl` and `sft` would see different prompts.
-    """
+    """Check that the orchestrator, which reads tokenizer.json itself, has the tokens that transformers makes. Raise
+    ConfigError if they differ, also if only special tokens do, so `rl` and `sft` would see different prompts."""
     original = load_orchestrator_tokenizer(name)
 
     def differing(loaded: Tokenizer) -> list[str]:

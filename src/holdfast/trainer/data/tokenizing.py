@@ -426,21 +426,15 @@ class CachedSamples:
 
 
 def cache_directory(config: SftDataConfig) -> Path:
-    """Return the directory of tokenised data, unless `cache_dir` is empty.
-
-    Raises:
-        RuntimeError: it is under the home directory of a user who has none.
-    """
+    """Return the directory of tokenised data, unless `cache_dir` is empty. Raise RuntimeError if it is under the home
+    directory of a user who has none."""
     default = os.environ.get(_CACHE_ENV) or "~/.cache/holdfast"
     return Path(config.cache_dir or f"{default}/tokenised").expanduser()
 
 
 def cache_key(config: SftDataConfig, tokenizer: chat_tokenizer.Tokenizer, formats: Sequence[Format]) -> str:
-    """Return the name of the directory for this data, tokenizer, code and these settings.
-
-    Raises:
-        DataError: the dataset of a hub cannot be downloaded.
-    """
+    """Return the name of the directory for this data, tokenizer, code and these settings. Raise DataError if the
+    dataset of a hub cannot be downloaded."""
     depends = {
         "content": _content_of_data(config),
         "split": config.split,
