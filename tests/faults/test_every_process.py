@@ -63,7 +63,7 @@ PLACES: dict[str, str | tuple[str, ...]] = {
     # The parts of a run: trainer, orchestrator, inference, evaluation and trackers, by all that starts them.
     "launcher/cluster/hosts.py start_here": (
         HERE,
-        "test_chaos.py::test_a_run_that_is_hit_often_ends_alike",
+        "test_search.py::test_drawn_runs_keep_every_promise",
         "test_rl_killed.py::test_the_end_is_that_of_the_undisturbed_run",
         "test_sft_evaluated.py::test_every_due_step_is_evaluated_once_and_training_is_as_without",
         "test_trackers.py::test_each_step_is_there_once_after_kills_and_a_step_back",

@@ -89,7 +89,6 @@ _PLACES = {
     "old attempts": "run/run_dir.py RunDir.remove_old_attempts",
     "published weights": "run/run_dir.py RunDir.remove_weights_after",
     "test_damaged_files.py": "launcher/evaluation/policy.py weights_of_step",
-    "test_kill_during_save.py": "trainer/model/publish.py WeightPublisher.prune WeightPublisher.publish",
     "test_kill_during_start.py": (
         "launcher/resume/attempt.py _bring_directory, launcher/resume/prepare.py _make_room _remove_rest _settle, "
         "run/run_dir.py RunDir.remove_run _remove"
@@ -99,6 +98,9 @@ _PLACES = {
         "Commit._claim_directory Commit._publish"
     ),
     "test_kill_orchestrator.py": "run/journal.py publish_batch",
+    "test_search.py": (
+        "trainer/model/publish.py WeightPublisher.prune WeightPublisher.publish, view/sending.py take_cursor"
+    ),
     "test_remote.py": "remote/checkpoints.py RemoteCheckpoints._upload",
     "test_sft_evaluated.py": "launcher/evaluation/follow.py _evaluate_step",
     "test_token_cache.py": "trainer/data/tokenizing.py make_cached",

@@ -1,6 +1,5 @@
 """Directories that may not be written, odd clocks and two runs in one place: refused in one message, or no matter."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ import pytest
 
 from tests.conftest import ModelFactory
 from tests.faults.disks import Disk
-from tests.faults.held_steps import exists, held_after
-from tests.faults.run_states import FLAGS, LAST, differing, end_state, whole_steps
-from tests.forking.commands import Run, shared_commands, wait_for_step
+from tests.faults.run_states import FLAGS, LAST
+from tests.forking.commands import Run, shared_commands
 
 pytestmark = pytest.mark.launch
 
@@ -107,29 +105,3 @@ def test_a_step_that_may_not_be_read_is_not_passed_over(start: Start, output: Pa
     older = start(output, "--ckpt.resume-step", "4", fault=UNPRIVILEGED, until="prepared").wait()
     assert older.code == 0 and "from step 4 " in older.log, older.log
     assert (output / f"discarded/attempt_2/checkpoints/step_{LAST}").exists()
-
-
-def test_saves_go_by_step_and_not_by_a_clock_that_runs_backwards(start: Start, output: Path) -> None:
-    backwards = "import itertools, time\nticks = itertools.count()\ntime.time = lambda: 2e9 - 1e6 * next(ticks)\n"
-    start(output, fault=backwards).succeed()
-    steps = whole_steps(output / "checkpoints")
-    assert sorted(steps) == [4, 6] and steps[4].created_unix_s > steps[6].created_unix_s
-    os.utime(output / "checkpoints/step_4", (4e9, 4e9))
-    in_1970 = start(output, "--max-steps", "8", "--ckpt.resume-step", "latest", fault="import time\ntime.time = float")
-    assert in_1970.wait().code == 0 and "from step 6 " in in_1970.log, in_1970.log
-    steps = whole_steps(output / "checkpoints")
-    assert sorted(steps) == [6, 8] and steps[8].created_unix_s == 0
-
-
-def test_a_second_run_is_refused_and_the_first_not_disturbed(start: Start, output: Path, tmp_path: Path) -> None:
-    long = ("--max-steps", "20", "--ckpt.interval", "4")
-    first = start(output, *long, trainer_fault=held_after(10, until=exists(tmp_path / "refused")))
-    wait_for_step(6, first)
-    for number, common in enumerate((FLAGS, ("--clean",))):
-        second = start(output, common=common, log=tmp_path / f"second_{number}.log").wait()
-        check_refused(second, f"{output} is in use by another run (process {first.pid})", "--output-dir")
-    assert not first.has_ended, "the first was over before the second was refused"
-    (tmp_path / "refused").touch()
-    assert first.wait().code == 0, first.log
-    straight = start(tmp_path / "straight", *long).succeed()
-    assert differing(end_state(output, last=20), end_state(straight.output, last=20)) == []

@@ -7,15 +7,16 @@ from tests.lanes.durations import ROOT
 
 PARTS = {
     "src/holdfast/trainer/checkpoint": (
-        "tests/faults/test_kill_during_save.py",
         "tests/faults/test_damage.py",
         "tests/faults/test_storage.py",
         "tests/faults/test_power_cut.py",
+        "tests/search/test_search.py",
     ),
     "src/holdfast/launcher": (
         "tests/unit/launcher",
         "tests/faults/test_kill_during_start.py",
         "tests/integration/test_rl_heals.py",
+        "tests/search/test_search.py",
     ),
     "src/holdfast/launcher/resume": ("tests/faults/test_kill_during_start.py", "tests/faults/test_refusals.py"),
     "src/holdfast/run": (
@@ -32,8 +33,8 @@ PARTS = {
         ),
         ("tests/integration/test_sft_stop.py", "tests/integration/test_rl_killed.py"),
     ),
-    "src/holdfast/trainer/preference/reference.py": ("tests/faults/test_kill_in_reference.py",),
-    "src/holdfast/orchestrator": ("tests/integration/test_rl_dropped.py",),
+    "src/holdfast/trainer/preference/reference.py": ("tests/search/test_search.py",),
+    "src/holdfast/orchestrator": ("tests/search/test_search.py",),
     "src/holdfast/orchestrator/env": ("tests/faults/test_every_process.py",),
     "src/holdfast/process": ("tests/integration/test_sft_stop.py", "tests/integration/test_rl_stuck.py"),
     "src/holdfast/inference": (
