@@ -40,10 +40,10 @@ DEFECTS = [Defect(**one) for one in json.loads(Path(__file__).with_name("defects
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0, help="of search for each defect")
-    parser.add_argument("--only", help="defects whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="defects whose name contains one of these")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    defects = [one for one in DEFECTS if arguments.only is None or arguments.only in one.name]
+    defects = [one for one in DEFECTS if any(word in one.name for word in arguments.only)]
     with tempfile.TemporaryDirectory(prefix="teeth-") as folder, ThreadPoolExecutor(2) as threads:
         jobs = [(Path(folder) / str(number), one, arguments) for number, one in enumerate(defects)]
         found = list(threads.map(lambda job: hunt(*job), jobs))
