@@ -268,7 +268,7 @@ class RunDir:
         atomic.write_file(path, checked.encode(identity))
 
     def is_copy(self) -> bool:
-        """Whether the directory is a copy of one that still holds the run, not the same directory in another place."""
+        """Whether the run is copied here: its original directory still holds the run, and is not this directory."""
         identity = self.identity()
         host, _, place = identity.get("directory", "").partition(":")
         original = RunDir(Path(place))

@@ -195,7 +195,7 @@ def _goes_on(run_dir: RunDir, trainer: TrainingCommand, sections: Mapping[str, C
 
 
 def _is_forked_from(run_dir: RunDir, source: Path) -> bool:
-    """Whether the run began with the checkpoint at `source`, wherever that run lies now."""
+    """Whether the run began with the checkpoint at `source`, wherever that run is now."""
     fork = run_dir.identity().get("forked_from", {})
     if fork.get("path") == str(source):
         return True
