@@ -10,7 +10,8 @@ import pytest
 from holdfast.run.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.forking.commands import Run, shared_commands, wait_for
-from tests.runs.processes import HANG_S
+from tests.integration.test_sft_evaluated import ASKS
+from tests.runs.processes import HANG_S, WITH_STUB_ENGINE
 
 pytestmark = pytest.mark.launch
 
@@ -68,3 +69,12 @@ def test_a_metric_that_nobody_measures_is_refused(tmp_path: Path) -> None:
     refused = started(tmp_path / "run", "--stop.metric", "val/loss")
     assert refused.wait(HANG_S).code == 2
     assert "stop.metric = 'val/loss' needs val_interval, and data.validation_fraction above 0" in refused.log
+
+
+def test_the_step_at_which_a_run_ends_early_is_evaluated(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    argv = ["--output-dir", str(run_dir.path), *TRAINS, "--stop.metric", "min:samples", *ASKS, "--ckpt.keep", "1"]
+    environment = {**os.environ, **WITH_STUB_ENGINE}
+    run = shared_commands().start("sft", run_dir.path, argv, log=tmp_path / "run.out", environment=environment)
+    run.succeed(2 * HANG_S)
+    assert [step for step in range(41) if run_dir.is_evaluated(step)] == [0, 4, 6] and run_dir.early_end() == 6
