@@ -37,8 +37,9 @@ class Case:
 
 _BATCHES = {"orchestrator.json"}
 _REFERENCE = {"reference_logprobs.npz", "reference.json"}
+_PATIENT = {"metric": "val/loss", "patience": 99}
 CASES = {
-    "sft": Case("sft", set(), {"data": SFT | VALIDATED, "val_interval": HALF}),
+    "sft": Case("sft", set(), {"data": SFT | VALIDATED, "val_interval": HALF, "stop": _PATIENT}),
     "sft, unpacked, muon, cosine": Case(
         "sft",
         set(),
