@@ -75,7 +75,7 @@ def step_of(directory: Path) -> int:
 
 
 def read_batch_at(directory: Path) -> Batch:
-    """Return the batch in a directory that `find_batches` returned, verified. Raise CheckpointError if it is damaged."""
+    """Return the verified batch in a directory that `find_batches` returned. Raise CheckpointError if it is damaged."""
     try:
         return read_batch_in(directory, step=step_of(directory))
     except FileNotFoundError as error:  # removed while it was read
