@@ -190,7 +190,7 @@ def test_a_stop_text_ends_a_turn_also_across_parts(tmp_path: Path) -> None:
                 assert places == [len(text) - 2] or (not places and (text[-1] == END or len(text) == 24))
             num_across += texts[0][-2:] in STOPPING["stop"] and len(texts[0]) % 4 == 1
             assert rollout.truncated == any(len(text) == 24 and text[-2:] not in STOPPING["stop"] for text in texts)
-    assert num_across > 5
+    assert num_across > 2
 
 
 def test_a_run_that_resumes_from_a_checkpoint_makes_the_same_batches(tmp_path: Path) -> None:

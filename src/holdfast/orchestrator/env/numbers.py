@@ -136,7 +136,7 @@ def number(completion: str, answer: str) -> float:
     """Return whether the last number in the completion equals the last in the answer.
 
     If the answer is a list of numbers and nothing else, as many last numbers of the completion are compared. If
-    brackets are around two numbers in both, the brackets are the same; without them, two numbers are no interval.
+    both have brackets around two numbers, the brackets are compared, too. Two numbers without brackets are a point.
     """
     right = numbers_alone(answer) or read_numbers(answer)[-1:]
     wanted, brackets = (_brackets(text) if len(right) == 2 else "" for text in (answer, completion))
