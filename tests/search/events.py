@@ -157,7 +157,8 @@ class _Watch:
             path = os.path.abspath(path)
         except (OSError, TypeError, ValueError):
             return None
-        return os.path.relpath(path, self._run) if path.startswith(f"{self._run}/") else None
+        is_inside = path == self._run or path.startswith(f"{self._run}/")
+        return os.path.relpath(path, self._run) if is_inside else None
 
     def _happen(self, key: str, path: str) -> None:
         self._pids.add(os.getpid())

@@ -35,6 +35,7 @@ REFUSED = {
     *((("optimizer", "muon"), one) for one in (("lora", "2"), ("model", "adapter"))),
     (("transport", "collective"), ("lora", "2")),
     (("interval", "3"), ("evaluation", "beside")),
+    (("begins", "clean"), ("store", "file")),  # --clean leaves the steps of a store, and so refuses them next time
     (("environment", "splits"), ("pretraining", "mixed")),  # its template leaves rows out
 }
 """Options that do not go together."""

@@ -312,6 +312,8 @@ class World:
                 if self.case.features["tracker"] == "own":
                     self._look("track", [str(self.run)])
                 return
+            if code == 2 and any("error at launcher" in hit for hit in self.hits()[known:]):
+                continue  # a start by hand on a storage that fails is refused
             if code == 128 + signal.SIGTERM:
                 self.findings += check_stopped(RunDir(self.run))
             if code not in _DOCUMENTED:

@@ -196,9 +196,9 @@ def _goes_on(run_dir: RunDir, trainer: TrainingCommand, sections: Mapping[str, C
 
 def _is_forked_from(run_dir: RunDir, source: Path) -> bool:
     """Whether the run began with the checkpoint at `source`, wherever that run is now."""
-    fork = run_dir.identity().get("forked_from", {})
-    if fork.get("path") == str(source):
-        return True
+    if run_dir.forked_from() in (None, str(source)):
+        return run_dir.forked_from() is not None
+    fork = run_dir.identity()["forked_from"]
     try:
         there = read_manifest(source)
     except (CheckpointError, ReadError):
