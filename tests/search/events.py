@@ -238,7 +238,7 @@ class _Watch:
             self._renamed.append((os.path.join(self._run, path), target, kept))
 
     def _note_after(self, name: str, path: str, arguments: tuple[Any, ...]) -> None:
-        whole = os.path.join(self._run, path)
+        whole = os.path.normpath(os.path.join(self._run, path))
         if name == "open":
             self._flushed.setdefault(whole, Path(whole).stat().st_size if Path(whole).is_file() else 0)
         elif name in ("fsync", "fdatasync"):
