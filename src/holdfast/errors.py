@@ -74,10 +74,8 @@ def shown(value: object) -> str:
 def printable(text: object, *, most: int = MOST_CHARACTERS) -> str:
     r"""Return `text` cut, with everything escaped that a terminal would act on or a file could not hold.
 
-    A line break becomes `\n`: a log has one line for one message, and nobody else writes lines into it.
-
-    Args:
-        most: characters that are kept.
+    A line break becomes `\n`: a log has one line for one message, and nobody else writes lines into it. `most`:
+    characters that are kept.
     """
     text = text_of(text)
     kept = "".join(

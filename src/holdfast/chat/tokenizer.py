@@ -266,13 +266,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids to append to a session whose last turn was sampled, then `messages`.
 
-        Closes the assistant's turn where sampling did not, adds `messages`, opens the next turn.
-        Nothing before is rendered or tokenised again.
-
-        Args:
-            around: what `around_assistant` says of these messages and tools; unset: it is asked.
-
-        Raise DataError if the template cannot continue a chat, or leaves out what a message says.
+        Closes the assistant's turn where sampling did not, adds `messages`, opens the next turn. Nothing before is
+        rendered or tokenised again. `around`: what `around_assistant` says of these messages and tools; unset: it is
+        asked. Raise DataError if the template cannot continue a chat, or leaves out what a message says.
         """
         around = around or self.around_assistant(messages, tools=tools)
         text, token_ids = around.after, self._ids_after(around)

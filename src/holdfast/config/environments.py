@@ -295,10 +295,8 @@ class EnvironmentConfig(Section):
         return self.name or self.id
 
     def at_levels(self, key: str) -> "dict[str, EnvironmentConfig]":
-        """Return the settings of every level of the curriculum, or these without one, by the dotted key of each.
-
-        Args:
-            key: dotted key of these settings.
+        """Return the settings of every level of the curriculum, or these without one, by the dotted key of each. `key`:
+        dotted key of these settings.
         """
         if self.curriculum is None:
             return {key: self}

@@ -75,12 +75,8 @@ class Flag:
         return bool(self.kinds & {list, tuple})
 
     def value_of(self, text: str, name: str) -> Any:
-        """Return the value of a text as far as the type is not needed, as pydantic reads numbers.
-
-        Args:
-            name: the flag or variable as it was given, for the error.
-
-        Raise ConfigError if the setting takes JSON and the text is none.
+        """Return the value of a text as far as the type is not needed, as pydantic reads numbers. `name`: the flag or
+        variable as it was given, for the error. Raise ConfigError if the setting takes JSON and the text is none.
         """
         if text == "null" and type(None) in typing.get_args(self.annotation):
             return None

@@ -401,10 +401,8 @@ class TrainingCommand(Command):
         return self
 
     def settle_rates(self, kept: Mapping[str, Any]) -> None:
-        """Fill in, in place, what is unset of the learning rate and its schedule; what was given stays.
-
-        Args:
-            kept: the same settings of the resumed run, which come first.
+        """Fill in, in place, what is unset of the learning rate and its schedule; what was given stays. `kept`: the
+        same settings of the resumed run, which come first.
         """
         given = set(self.optim.model_fields_set)
         values = {"lr": OptimConfig.model_fields["lr"].default, **self.rates}

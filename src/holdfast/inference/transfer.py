@@ -55,11 +55,7 @@ class Incoming:
 
     @classmethod
     def join(cls, wanted: Transfer, *, rank: int, architecture: Architecture, device: torch.device) -> Incoming:
-        """Return the version that is offered, once all members are there.
-
-        Args:
-            rank: of the worker within its engine.
-
+        """Return the version that is offered, once all members are there. `rank`: of the worker within its engine.
         Raise DataError if nobody offers it any more, it does not fit the model, or a member did not come.
         """
         # For groups of NCCL from now on: a lost member is an error of `wait`. Else torch ends the whole process.

@@ -157,14 +157,11 @@ class EngineWeights:
         """Replace the weights by the weights in `directory`. Requests in flight continue with the new weights.
 
         The workers read and check the directory while the old weights serve. Then the engine is frozen, drops all
-        cached keys and values, since they belong to the old weights, swaps the weights, and continues.
-
-        Args:
-            transfer: the weights come from there. The workers join while the old weights serve, and receive the
-                weights into the frozen model.
-
-        Raise RequestError: 409 if the directory or the transfer cannot be used, or another run owns the server; 507 if
-        the storage fails. Nothing has changed then. 503 with `torn` if the transfer broke off, or the workers differ.
+        cached keys and values, since they belong to the old weights, swaps the weights, and continues. `transfer`: the
+        weights come from there. The workers join while the old weights serve, and receive the weights into the frozen
+        model. Raise RequestError: 409 if the directory or the transfer cannot be used, or another run owns the server;
+        507 if the storage fails. Nothing has changed then. 503 with `torn` if the transfer broke off, or the workers
+        differ.
         """
         async with self._lock:
             # Under the lock: the owner may change during another update.

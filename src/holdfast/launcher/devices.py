@@ -92,12 +92,8 @@ def this_machine(inventory: Inventory) -> Machine:
 
 
 def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "parallel") -> tuple[Gpu, ...]:
-    """Return the GPUs that a trainer may use; none: the CPU.
-
-    Args:
-        key: of `parallel`, for messages.
-
-    Raise ConfigError if the installed PyTorch cannot use the GPUs, or there are none for `device = 'cuda'`.
+    """Return the GPUs that a trainer may use; none: the CPU. `key`: of `parallel`, for messages. Raise ConfigError if
+    the installed PyTorch cannot use the GPUs, or there are none for `device = 'cuda'`.
     """
     if parallel.device == "cpu":
         return ()
@@ -262,12 +258,9 @@ def _are(count: int) -> str:
 
 
 def choose_training(config: TrainingCommand, placement: Placement, *, clean: bool) -> dict[str, Any]:
-    """Fill in, in place, what a training program's settings leave to its device; return it by dotted key.
-
-    Args:
-        clean: the run in the directory is removed, and nothing of it kept.
-
-    Raise ConfigError if the number of ranks does not fit the other settings.
+    """Fill in, in place, what a training program's settings leave to its device; return it by dotted key. `clean`: the
+    run in the directory is removed, and nothing of it kept. Raise ConfigError if the number of ranks does not fit the
+    other settings.
     """
     device = placement.trainer_device
     before = settings_of_run(config, clean=clean)
@@ -320,9 +313,7 @@ def settings_of_run(config: TrainingCommand, *, clean: bool) -> dict[str, Any]:
 
 def keep_picks(config: TrainingCommand, before: Mapping[str, Any]) -> None:
     """Set, in place, what the run picked to fit its GPU, unless the user sets it; print a line for each setting.
-
-    Args:
-        before: the result of `settings_of_run`.
+    `before`: the result of `settings_of_run`.
     """
     if not isinstance(config, TrainerConfig):
         return
@@ -335,9 +326,7 @@ def keep_picks(config: TrainingCommand, before: Mapping[str, Any]) -> None:
 
 def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: bool) -> dict[str, Any]:
     """Return the optimizer's settings of the checkpoint that `config` continues from, else of the last attempt.
-
-    Args:
-        before, clean: the result and the argument of `settings_of_run`.
+    `before`, `clean`: the result and the argument of `settings_of_run`.
     """
     run_dir, wanted = RunDir(config.output_dir), config.ckpt.resume_step if config.ckpt else None
     steps = [] if clean or run_dir.is_being_removed() else run_dir.steps_there()
@@ -355,11 +344,7 @@ def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: b
 
 
 def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[Sequence[Gpu]] = ()) -> str:
-    """Return the line that says what a run computes on, and which settings follow.
-
-    Args:
-        engines: the GPUs of each engine.
-    """
+    """Return the line that says what a run computes on, and which settings follow. `engines`: the GPUs of each engine."""
     where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {_gpus(gpus)}" for gpus in engines)])
     # The name is enough: trainer and engine mostly get the same value.
     settings = dict.fromkeys(f"{key.rpartition('.')[2]} = {str(value).lower()}" for key, value in chosen.items())

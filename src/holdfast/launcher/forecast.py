@@ -61,10 +61,7 @@ class PlannedEngine:
 
     def room(self, found: Forecast, card: float) -> tuple[float, float, float]:
         """Return the bytes of weights on each GPU of an engine; what is then left beside its longest session, below 0
-        if that does not fit; and the bytes of such a session.
-
-        Args:
-            card: bytes of each GPU.
+        if that does not fit; and the bytes of such a session. `card`: bytes of each GPU.
         """
         weights, session = self.size.needs(found.step)
         return weights, self.share * card - weights - RUNNING_BYTES - session, session
@@ -245,12 +242,8 @@ def forecast_meanwhile(
 def tell_forecast(
     config: TrainingCommand, load: Load, card: float | None, *, prefix: str = "", engine: PlannedEngine | None = None
 ) -> None:
-    """Print what a step needs on each rank, beside what its GPU has, or why it cannot be driven.
-
-    Args:
-        card: bytes of each GPU; None: not known.
-
-    Raise ConfigError with ways out if something does not fit.
+    """Print what a step needs on each rank, beside what its GPU has, or why it cannot be driven. `card`: bytes of each
+    GPU; None: not known. Raise ConfigError with ways out if something does not fit.
     """
     if engine is None or engine.found is None:
         print("planning a step (a minute for a large model)", flush=True)

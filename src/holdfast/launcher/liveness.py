@@ -41,11 +41,8 @@ def _opener() -> urllib.request.OpenerDirector:
 @contextmanager
 def place_of_beats(run_dir: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Make a directory for the heartbeats of the run in `run_dir`, in memory if possible; remove it at the end.
-
-    Args:
-        is_shared: processes of other hosts send heartbeats as well: it is in `run_dir`, which they see.
-
-    The next launcher takes over the directory of a killed one, or the launcher of another run removes it.
+    `is_shared`: processes of other hosts send heartbeats as well: it is in `run_dir`, which they see. The next launcher
+    takes over the directory of a killed one, or the launcher of another run removes it.
     """
     if is_shared:
         place = run_dir.absolute() / "beats"
@@ -108,10 +105,8 @@ class Health:
 class LivenessMonitor:
     """Heartbeats of one process, and the answers of its health route if it has one.
 
-    A health route that generates a token for its answer tells a hung engine from a living one.
-
-    Args:
-        probe_period_s: between a good answer of the health route and the next probe; it counts as silence.
+    A health route that generates a token for its answer tells a hung engine from a living one. `probe_period_s`:
+    between a good answer of the health route and the next probe; it counts as silence.
     """
 
     def __init__(

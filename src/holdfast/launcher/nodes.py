@@ -139,10 +139,8 @@ class _NodeHost(RemoteHost):
 
 
 class Nodes:
-    """The nodes of a run, at the head node: places for its trainers, as `Cluster`; a context manager.
-
-    Args:
-        registration: of the head node, with which the registrations of the others must agree.
+    """The nodes of a run, at the head node: places for its trainers, as `Cluster`; a context manager. `registration`:
+    of the head node, with which the registrations of the others must agree.
     """
 
     def __init__(self, server: socket.socket, parallel: ParallelConfig, registration: Registration) -> None:
@@ -239,12 +237,9 @@ class Nodes:
 
 
 def meet(parallel: ParallelConfig, rank: int | None) -> socket.socket | None:
-    """Return where the nodes connect to; None: another node is the head.
-
-    Args:
-        rank: of this node, from an outer launcher: 0 is the head. None: the head is the host of the address.
-
-    Raise ConfigError if this node must be the head, and cannot listen at the address.
+    """Return where the nodes connect to; None: another node is the head. `rank`: of this node, from an outer launcher:
+    0 is the head. None: the head is the host of the address. Raise ConfigError if this node must be the head, and
+    cannot listen at the address.
     """
     host, port = parallel.rendezvous
     if rank is not None and rank > 0:

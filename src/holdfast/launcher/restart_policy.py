@@ -62,9 +62,7 @@ class RestartLimit:
 
     def comes_again(self, name: str, failure: str | None, *, step: int) -> bool:
         """Note a death of process `name`; return whether it died of the same `failure` before, at the same step.
-
-        Args:
-            failure: None if only the death itself is known, which counts as another failure.
+        `failure`: None if only the death itself is known, which counts as another failure.
         """
         before, self._failures[name] = self._failures.get(name), (failure, step)
         return failure is not None and before == (failure, step)
@@ -72,11 +70,9 @@ class RestartLimit:
     def delay_s(self, name: str, exit_code: int, *, stuck_at: int | None = None) -> float | None:
         """Return the seconds to wait before process `name` is started again; None: it is not.
 
-        Deaths by a signal, crashes and a dead engine are worth another try, reported errors are not.
-
-        Args:
-            stuck_at: the step at which it made no progress. That takes longer to notice than any window, so it may
-                be started again `limit` times at the same step.
+        Deaths by a signal, crashes and a dead engine are worth another try, reported errors are not. `stuck_at`: the
+        step at which it made no progress. That takes longer to notice than any window, so it may be started again
+        `limit` times at the same step.
         """
         if exit_code in _REPORTED:
             return None
@@ -107,10 +103,8 @@ class RestartLimit:
 
 
 class StorageBackoff:
-    """Decides when to try a failed storage again, and when to give up.
-
-    Args:
-        timeout_s: give up after failing for this long without training a new step; 0: at once.
+    """Decides when to try a failed storage again, and when to give up. `timeout_s`: give up after failing for this long
+    without training a new step; 0: at once.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -173,10 +167,7 @@ class RestartPolicy:
 def engine_failure(log: Path, *, begin: int = 0) -> str | None:
     """Return all lines of the exception that ended the engine of the last start in `log`, the first of a chain.
 
-    None if the log has no exception, or if the engine was killed.
-
-    Args:
-        begin: bytes of `log` that others wrote before.
+    None if the log has no exception, or if the engine was killed. `begin`: bytes of `log` that others wrote before.
     """
     lines = end_of_log(log, begin=begin)
     starts = [number for number, line in enumerate(lines) if _START in line]
@@ -221,10 +212,8 @@ def how_it_ended(child: Child) -> str:
 
 
 def death_of(child: Child, *, stuck: str | None, restarts: RestartLimit) -> ProcessDied:
-    """Return the error that ends a run because of `child`, with its exit code.
-
-    Args:
-        stuck: the work without progress, if the process was killed because of it.
+    """Return the error that ends a run because of `child`, with its exit code. `stuck`: the work without progress, if
+    the process was killed because of it.
     """
     reason, failure, how = child.error, engine_failure_of(child), how_it_ended(child)
     log = f"\n       log: {child.log}"

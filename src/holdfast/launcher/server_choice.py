@@ -281,12 +281,8 @@ class _ServerChoice:
         return Servers(True, f"port {wanted} is not free ({why}): {gets}")
 
     def _use(self, address: str, *, anyones: bool) -> str | None:
-        """Claim the server at `address` and return its model; None if nobody listens.
-
-        Args:
-            anyones: the user named it; otherwise it must be a server of the same user.
-
-        Raise _Taken if the server belongs to another run.
+        """Claim the server at `address` and return its model; None if nobody listens. `anyones`: the user named it;
+        otherwise it must be a server of the same user. Raise _Taken if the server belongs to another run.
         """
         served = _look(address)
         if served is None:

@@ -117,13 +117,9 @@ def read_offer(run_dir: RunDir) -> Offer | None:
 async def wait_for_weights(
     run_dir: RunDir, version: int, *, timeout_s: float, check: Callable[[], None], takes_offers: bool = False
 ) -> PublishedWeights:
-    """Wait for the trainer to publish `version`; `check` is called again and again, and may raise.
-
-    Args:
-        takes_offers: return the version as soon as the trainer offers it.
-
-    Raises WaitedInVain after `timeout_s` seconds without progress of any process; CheckpointError if the published
-    weights are damaged, or another version.
+    """Wait for the trainer to publish `version`; `check` is called again and again, and may raise. `takes_offers`:
+    return the version as soon as the trainer offers it. Raises WaitedInVain after `timeout_s` seconds without progress
+    of any process; CheckpointError if the published weights are damaged, or another version.
     """
     wait = Wait(timeout_s)
     path = run_dir.weights_of(version)

@@ -156,10 +156,7 @@ def name_output() -> None:
 def make_output_lossy(*names: str) -> None:
     """Let stdout and stderr drop what their disk cannot take, and what nobody reads any more (`| tee log` that died).
 
-    No process ends, or changes its exit code, by that.
-
-    Args:
-        names: `stdout` or `stderr`; unset: both.
+    No process ends, or changes its exit code, by that. `names`: `stdout` or `stderr`; unset: both.
     """
     for name in names or ("stdout", "stderr"):
         _replace_stream(name, _LossyFile, line_buffering=True)
@@ -243,12 +240,8 @@ _OF_A_SERVER = 65_536
 
 
 def allow_connections(number: int, *, key: str) -> None:
-    """Raise the soft limit of open files so far that `number` connections fit beside everything else.
-
-    Args:
-        key: dotted key of the setting that decides how many there are, for errors.
-
-    Raise ConfigError if the hard limit does not allow it.
+    """Raise the soft limit of open files so far that `number` connections fit beside everything else. `key`: dotted key
+    of the setting that decides how many there are, for errors. Raise ConfigError if the hard limit does not allow it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number + _OTHERS

@@ -192,11 +192,7 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Heartbeat:
-    """Beats for as long as this process lives, or until `end`.
-
-    Args:
-        path: the file to write; None: nobody asked for beats.
-    """
+    """Beats for as long as this process lives, or until `end`. `path`: the file to write; None: nobody asked for beats."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -249,10 +245,8 @@ _own = Heartbeat(None)
 
 
 def start_heartbeat(name: str = "") -> Heartbeat:
-    """Beat, if the launcher asked for it, and write to stderr what every thread does when it asks.
-
-    Args:
-        name: distinguishes processes that share one environment, such as ranks.
+    """Beat, if the launcher asked for it, and write to stderr what every thread does when it asks. `name`:
+    distinguishes processes that share one environment, such as ranks.
     """
     global _own
     prefix = os.environ.get(HEARTBEAT_ENV)
@@ -270,10 +264,8 @@ def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> N
 
 
 def send_none_while(condition: Callable[[], bool]) -> None:
-    """From now on send no heartbeat while `condition` holds, so that the launcher kills this process.
-
-    Args:
-        condition: asked every second by a thread.
+    """From now on send no heartbeat while `condition` holds, so that the launcher kills this process. `condition`:
+    asked every second by a thread.
     """
     _own.is_withheld = condition
 
@@ -299,9 +291,7 @@ def moved(*, works: bool = True, doing: str = "") -> None:
 
 class Wait:
     """A wait for another process of the run; it lasts while any process makes progress or is being restarted.
-
-    Args:
-        timeout_s: how long to wait while nobody makes progress.
+    `timeout_s`: how long to wait while nobody makes progress.
     """
 
     def __init__(self, timeout_s: float) -> None:

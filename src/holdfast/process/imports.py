@@ -190,12 +190,9 @@ def load_loss(name: str, args: dict[str, Any]) -> Callable[..., Any]:
 
 @contextmanager
 def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn what the user's function `name` raises into an error that says where in its module that was.
-
-    Args:
-        unless: errors that are not the function's own; they are left as they are.
-
-    Raise TrainingError if it raised: another start would end in the same way.
+    """Turn what the user's function `name` raises into an error that says where in its module that was. `unless`:
+    errors that are not the function's own; they are left as they are. Raise TrainingError if it raised: another start
+    would end in the same way.
     """
     try:
         yield

@@ -78,10 +78,8 @@ def drop(path: Path) -> None:
 
 
 def remove_abandoned(home: Path | None = None) -> None:
-    """Remove what processes of this user that are over have left in `home`; what is in use stays.
-
-    Args:
-        home: unset: the directory of temporary files.
+    """Remove what processes of this user that are over have left in `home`; what is in use stays. `home`: unset: the
+    directory of temporary files.
     """
     homes = _homes() if home is None else {home}
     for path in [path for one in homes for path in one.glob(f"{scratch_name()}*")]:

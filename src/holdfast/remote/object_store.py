@@ -211,11 +211,7 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def _call(self, operation: str, method: str, *arguments: Any, local: Path | None = None, **options: Any) -> Any:
-        """Call a method of the filesystem, with retries.
-
-        Args:
-            local: the file of this machine that it reads or writes.
-
+        """Call a method of the filesystem, with retries. `local`: the file of this machine that it reads or writes.
         Raise FileNotFoundError if the object is missing and its bucket exists; OSError of `local`; else StorageError.
         """
         pauses = _pauses()

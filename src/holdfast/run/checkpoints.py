@@ -121,10 +121,8 @@ class Entry:
 
 def list_entries(directory: Path, run_ids: Collection[str] | None = None) -> list[Entry]:
     """Return the entries of a directory of checkpoints, ascending by step. Manifests are read, data is not. Names other
-    than `step_N` and unfinished saves are somebody else's and left out.
-
-    Args:
-        run_ids: the runs whose checkpoints may be there (`RunDir.run_ids`); None: all runs.
+    than `step_N` and unfinished saves are somebody else's and left out. `run_ids`: the runs whose checkpoints may be
+    there (`RunDir.run_ids`); None: all runs.
     """
     if not directory.is_dir():
         return []
@@ -273,9 +271,7 @@ class BestMetric:
 
     def best(self, saved: Mapping[int, Mapping[str, float]]) -> int | None:
         """Return the step with the best value; the earliest if several are equal; None if no step has the metric.
-
-        Args:
-            saved: the metrics of each step. NaN is never best.
+        `saved`: the metrics of each step. NaN is never best.
         """
         values = {
             step: metrics[self.name]

@@ -62,12 +62,8 @@ def add_run(parser: Parser) -> None:
 
 
 def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) -> Namespace:
-    """Parse the words of a command that looks at one run; `run` is its directory.
-
-    Args:
-        takes_steps: a first word may be a step.
-
-    Raise ConfigError for a bad word, or if no run or several runs are meant.
+    """Parse the words of a command that looks at one run; `run` is its directory. `takes_steps`: a first word may be a
+    step. Raise ConfigError for a bad word, or if no run or several runs are meant.
     """
     placed = list(placed_words(parser, words))
     word, run = next((word for flag, word in placed if not flag), None), None
@@ -94,9 +90,7 @@ def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) ->
 
 def steps_of(text: str, there: Sequence[int]) -> Sequence[int] | None:
     """Return the steps that a STEP argument means; None if the text is not a number, a span, `latest` or `all`.
-
-    Args:
-        there: the steps that there are, ascending.
+    `there`: the steps that there are, ascending.
     """
     match = _STEP_WORD.fullmatch(text)
     if match is None:
@@ -118,12 +112,8 @@ def _is_step_directory(word: str) -> bool:
 
 
 def only_run(command: str, words: Sequence[str], *, takes_evaluations: bool = False) -> Path:
-    """Return the only run below `outputs`, for a command whose words name none.
-
-    Args:
-        takes_evaluations: directories of `evaluate` count, too.
-
-    Raise ConfigError if no run is there, or several runs are. The error holds a command line.
+    """Return the only run below `outputs`, for a command whose words name none. `takes_evaluations`: directories of
+    `evaluate` count, too. Raise ConfigError if no run is there, or several runs are. The error holds a command line.
     """
     found = all_runs(command, words, takes_evaluations=takes_evaluations)
     if len(found) == 1:

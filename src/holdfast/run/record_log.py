@@ -82,10 +82,8 @@ def whole_bytes(path: Path, damages: list[Damage]) -> int:
 
 
 class RecordLog:
-    """Appends records to a file and makes them durable in a thread.
-
-    Args:
-        valid_bytes: how much of the file to keep; what follows is cut. 0 begins a new log.
+    """Appends records to a file and makes them durable in a thread. `valid_bytes`: how much of the file to keep; what
+    follows is cut. 0 begins a new log.
     """
 
     def __init__(self, path: Path, *, valid_bytes: int) -> None:

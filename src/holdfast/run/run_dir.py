@@ -333,12 +333,8 @@ class RunDir:
             )
 
     def lock_orchestrator(self, *, over_exec: bool = False) -> None:
-        """Take the orchestrator lock for this process and its children.
-
-        Args:
-            over_exec: this process becomes the orchestrator.
-
-        Raise RunDirError if another process holds it.
+        """Take the orchestrator lock for this process and its children. `over_exec`: this process becomes the
+        orchestrator. Raise RunDirError if another process holds it.
         """
         holder = self._take("orchestrator.lock", over_exec=over_exec)
         if holder is not None:
@@ -470,10 +466,8 @@ class RunDir:
                 atomic.remove_directory(self.batch(old))
 
     def clear_leftovers(self, *, of_batches: bool = True) -> list[Path]:
-        """Remove the temporary names that interrupted writers left, and return what was removed.
-
-        Args:
-            of_batches: also where batches are made; False: their writer lives.
+        """Remove the temporary names that interrupted writers left, and return what was removed. `of_batches`: also
+        where batches are made; False: their writer lives.
         """
         parents = [self.path, self.checkpoints, self.weights, self.evaluations]
         parents += [self.rollouts] if of_batches else []

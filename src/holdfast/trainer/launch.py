@@ -65,10 +65,8 @@ _PERIOD_S = 0.2
 
 
 class StopLink:
-    """Passes requests to stop on to the other nodes while the ranks run, also while no collective does.
-
-    Args:
-        connect: opens the store of the rendezvous, which node 0 hosts; may wait.
+    """Passes requests to stop on to the other nodes while the ranks run, also while no collective does. `connect`:
+    opens the store of the rendezvous, which node 0 hosts; may wait.
     """
 
     def __init__(self, connect: Callable[[], Any], stop: StopRequest) -> None:

@@ -52,11 +52,8 @@ class Response:
 
 class WebServer(socketserver.ThreadingTCPServer):
     """Answers GET requests in threads until `close`. On a loopback address only requests that name this machine count.
-
-    Args:
-        answer: from the path of a request to its answer.
-
-    Raise ConfigError if the address is in use, or not an address of this machine.
+    `answer`: from the path of a request to its answer. Raise ConfigError if the address is in use, or not an address of
+    this machine.
     """
 
     daemon_threads = True

@@ -150,10 +150,8 @@ def travelling(environment: dict[str, str]) -> dict[str, str]:
 
 
 class RemoteAgent:
-    """Starts and ends one process on its host for the launcher. Arguments and results are plain values.
-
-    Args:
-        environment: of its processes, added to this host's.
+    """Starts and ends one process on its host for the launcher. Arguments and results are plain values. `environment`:
+    of its processes, added to this host's.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:

@@ -158,13 +158,9 @@ def unfinished_step(config: EvaluateConfig, directory: RunDir) -> int | None:
 def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: bool = True) -> Path:
     """Return a directory with the weights of a step: what the run has published, else an export below `directory`.
 
-    A run that trains may remove published weights, so then a checkpoint is exported if there is one.
-
-    Args:
-        takes_published: False: a checkpoint is exported in any case.
-
-    Raise CheckpointError if the checkpoint is damaged, or gone; TensorWorkFailed if the export failed, which is
-    reported.
+    A run that trains may remove published weights, so then a checkpoint is exported if there is one. `takes_published`:
+    False: a checkpoint is exported in any case. Raise CheckpointError if the checkpoint is damaged, or gone;
+    TensorWorkFailed if the export failed, which is reported.
     """
     run_dir = RunDir(run)
     has_checkpoint = step in run_dir.committed_steps()
@@ -234,10 +230,8 @@ def summary_report(summary: Summary, directory: Path) -> Report:
 
 
 def tell_result(summary: Summary, directory: Path, *, step: int | None) -> None:
-    """Print the report of one evaluation, or the object of type `result` that says the same to programs.
-
-    Args:
-        step: of the run whose weights they were; None: a model's weights.
+    """Print the report of one evaluation, or the object of type `result` that says the same to programs. `step`: of the
+    run whose weights they were; None: a model's weights.
     """
     if (lines := json_lines()) is not None:
         lines.emit("result", step=step, summary=msgspec.to_builtins(summary))
@@ -376,10 +370,7 @@ def run_evaluation(
     config: EvaluateConfig, directory: RunDir, supervisor: Supervisor, *, cores: int | None = None
 ) -> int:
     """Run server and evaluation to the end; return the exit code. Nothing of them runs on. Raise ProcessDied if a
-    process failed.
-
-    Args:
-        cores: for an engine on the CPU that no training runs beside; None: half of them.
+    process failed. `cores`: for an engine on the CPU that no training runs beside; None: half of them.
     """
     path = directory.path
     server = config.inference.server

@@ -199,10 +199,8 @@ def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, with
 def materialize(
     model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fill: Fill | None, *, like: DecoderModel | None = None
 ) -> None:
-    """Shard a model from the meta device, give it memory, and fill in weights, if not None. Collective.
-
-    Args:
-        like: a model of the same kind, whose layout is taken over; None: the model finds it out.
+    """Shard a model from the meta device, give it memory, and fill in weights, if not None. Collective. `like`: a model
+    of the same kind, whose layout is taken over; None: the model finds it out.
     """
     hf_model = model.hf_model
     apply_wrappers(model, config, mesh)

@@ -114,12 +114,8 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         """Return the decoder's hidden states (N, H) at places in the flattened (B * L) rows.
 
-        If ranks share rows, only places in this rank's slice count: see `row_slice`.
-
-        Args:
-            packed_index: layout of samples if the single row is packed.
-
-        Raise DataError if a sample is longer than `longest_sample`.
+        If ranks share rows, only places in this rank's slice count: see `row_slice`. `packed_index`: layout of samples
+        if the single row is packed. Raise DataError if a sample is longer than `longest_sample`.
         """
         longest = input_ids_BL.shape[1] if packed_index is None else packed_index.max_len
         if self.longest_sample is not None and longest > self.longest_sample:

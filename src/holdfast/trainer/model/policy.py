@@ -146,10 +146,8 @@ def build_policy(
 
 
 def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN, *, teacher: Policy | None = None) -> Predicted:
-    """Return what `reading` asks for at the micro-batch's targets, each of shape (N,).
-
-    Args:
-        teacher: to measure the divergence from; its parameters stay whole until `reshard`.
+    """Return what `reading` asks for at the micro-batch's targets, each of shape (N,). `teacher`: to measure the
+    divergence from; its parameters stay whole until `reshard`.
     """
     moved()
     policy.check_ids(micro)

@@ -46,12 +46,9 @@ def _groups_of(file: SafetensorsFile) -> Iterator[Tensor]:
 
 
 class WeightOffers:
-    """The offers of one trainer, of which only the newest can be taken. A context manager.
-
-    Args:
-        device: of the trainer: NCCL sends from a GPU to GPUs, gloo from a CPU to any.
-
-    Raise ConfigError if this machine cannot listen at `config.host`.
+    """The offers of one trainer, of which only the newest can be taken. A context manager. `device`: of the trainer:
+    NCCL sends from a GPU to GPUs, gloo from a CPU to any. Raise ConfigError if this machine cannot listen at
+    `config.host`.
     """
 
     def __init__(self, run_dir: RunDir, config: CollectiveWeights, device: torch.device) -> None:
@@ -86,10 +83,8 @@ class WeightOffers:
             sending.join()
 
     def offer(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> str:
-        """Offer the tensors of the files of `version`, and return the digest of these files.
-
-        Args:
-            tensors: contiguous, on the CPU, and never written to again.
+        """Offer the tensors of the files of `version`, and return the digest of these files. `tensors`: contiguous, on
+        the CPU, and never written to again.
         """
         self._withdraw()
         files = {name: SafetensorsFile.of(dict(group)) for name, group in split_files(tensors)}

@@ -183,10 +183,8 @@ def kto_loss(ratios_A: Tensor, is_desirable_A: Tensor, kl: float, config: KtoLos
 
 
 def sequence_sums(values_N: Tensor, lengths: list[int]) -> Tensor:
-    """Return the sums of consecutive stretches in float64: in a fixed order, so the same every time.
-
-    Args:
-        lengths: of the stretches; together N. Without stretches the result is empty and has a gradient.
+    """Return the sums of consecutive stretches in float64: in a fixed order, so the same every time. `lengths`: of the
+    stretches; together N. Without stretches the result is empty and has a gradient.
     """
     if not lengths:
         return values_N.double()

@@ -105,11 +105,7 @@ def load_pairs(
 
 def usable_pairs(config: PreferenceDataConfig, sides: Sequence[Sample], *, is_told: bool = True) -> list[Pair]:
     """Return the pairs of the given sides (chosen, rejected, chosen, ...) that can be trained, as `config` says.
-
-    Args:
-        is_told: whether warnings are reported.
-
-    Raise DataError if there is none, or `config` refuses data with warnings.
+    `is_told`: whether warnings are reported. Raise DataError if there is none, or `config` refuses data with warnings.
     """
     pairs: list[Pair] = []
     faults: dict[Fault, list[int]] = {"too long": [], "untrained": [], "equal": []}
@@ -185,12 +181,8 @@ def load_answers(
     config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, mesh: Mesh | None = None
 ) -> list[LabelledAnswer]:
     """Return all answers, tokenised, in the order of the file; of a pair first the chosen, then the rejected one.
-
-    Args:
-        mesh: the ranks, if there are several: all get all answers. Collective then.
-
-    Raise ConfigError or DataError if the dataset is missing, lacks columns, has a row that cannot be used, or has one
-    prompt only.
+    `mesh`: the ranks, if there are several: all get all answers. Collective then. Raise ConfigError or DataError if the
+    dataset is missing, lacks columns, has a row that cannot be used, or has one prompt only.
     """
     samples, form = read_samples(config, chat_tokenizer(tokenizer), ANSWER_FORMATS, mesh=mesh)
     is_told = mesh is None or mesh.is_main

@@ -423,10 +423,8 @@ def predict_pairs(
 ) -> Tensor:
     """Return the summed log-probabilities (P, 2) of the answers of `pairs[indices]`, in one forward pass.
 
-    With no indices it takes part in the collectives of the pass, and the empty result has a gradient.
-
-    Args:
-        share: whether the two sides of a pair share the tokens of their prompt, if the model allows it.
+    With no indices it takes part in the collectives of the pass, and the empty result has a gradient. `share`: whether
+    the two sides of a pair share the tokens of their prompt, if the model allows it.
     """
     found = read_pairs(policy, pairs, indices, PLAIN, pack=pack, share=share, device=device)
     return found.logprobs_N

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """Follows the orchestrator's states from batch to batch. Reads a small file a step; every rank has one.
-
-    Args:
-        progress: the trainer's counters, of the step from which it continues.
+    """Follows the orchestrator's states from batch to batch. Reads a small file a step; every rank has one. `progress`:
+    the trainer's counters, of the step from which it continues.
     """
 
     def __init__(self, run_dir: RunDir, progress: Progress) -> None:

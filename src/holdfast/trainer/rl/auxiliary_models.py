@@ -35,10 +35,8 @@ from holdfast.trainer.state import ModelState
 
 
 class Critic:
-    """Model, optimizer and statistics of the critic.
-
-    Args:
-        model_config: how it is held in memory, and where it starts from unless `config.name` says otherwise.
+    """Model, optimizer and statistics of the critic. `model_config`: how it is held in memory, and where it starts from
+    unless `config.name` says otherwise.
     """
 
     def __init__(self, config: CriticConfig, model_config: TrainedModelConfig, mesh: Mesh, *, seed: int):

@@ -71,12 +71,8 @@ class RlComponents:
             self._state["reward_moments"] = self.moments = RunningMoments()
 
     def begin(self, policy: Policy) -> tuple[dict[str, State], list[torch.optim.Optimizer]]:
-        """Return the state of the components by name, and the optimizers that change it.
-
-        Args:
-            policy: with the weights that a new run begins with.
-
-        Raise DataError if the reference does not fit the policy.
+        """Return the state of the components by name, and the optimizers that change it. `policy`: with the weights
+        that a new run begins with. Raise DataError if the reference does not fit the policy.
         """
         tensors, kl = trained_tensors(policy.hf_model), self._config.kl
         if self._config.ema is not None:

@@ -83,10 +83,8 @@ def soft_overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: in
     """Return what to add to the reward of a completion for its length: from 0 down to -1.
 
     0 up to `max_tokens - buffer_tokens`, then linearly down to -1 at `max_tokens`, and -1 beyond (Yu et al. 2025,
-    "DAPO", soft overlong punishment). Without a buffer it falls from 0 to -1 above `max_tokens`.
-
-    Args:
-        num_tokens: sampled tokens of the completion.
+    "DAPO", soft overlong punishment). Without a buffer it falls from 0 to -1 above `max_tokens`. `num_tokens`: sampled
+    tokens of the completion.
     """
     excess_tokens = num_tokens - (max_tokens - buffer_tokens)
     if excess_tokens <= 0:

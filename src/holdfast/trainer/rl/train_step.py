@@ -84,13 +84,10 @@ def forward_backward(
     reading: Reading,
     teacher: Policy | None = None,
 ) -> float:
-    """Accumulate the gradients of one update; return its loss, of all ranks. Collective.
-
-    Args:
-        teacher: what `PolicyLossInput.teacher_kl_N` measures the divergence from; its parameters stay whole.
-
-    If samples have no log-probabilities from before the step, the weights have not changed since: the update is the
-    only one of its step. Under `torch.no_grad` only the forward passes are made, for `statistics`.
+    """Accumulate the gradients of one update; return its loss, of all ranks. Collective. `teacher`: what
+    `PolicyLossInput.teacher_kl_N` measures the divergence from; its parameters stay whole. If samples have no
+    log-probabilities from before the step, the weights have not changed since: the update is the only one of its step.
+    Under `torch.no_grad` only the forward passes are made, for `statistics`.
     """
     reading = replace(reading, entropy=True)
     samples = minibatch.samples
@@ -147,10 +144,8 @@ class PretrainingMix:
         self.fingerprint = fingerprint_samples(self._samples)
 
     def step(self, policy: Policy, update: int, mesh: Mesh) -> float:
-        """Accumulate the gradients of the samples of one update; return their mean cross-entropy. Collective.
-
-        Args:
-            update: how many updates of the policy there were before, in the whole run.
+        """Accumulate the gradients of the samples of one update; return their mean cross-entropy. Collective. `update`:
+        how many updates of the policy there were before, in the whole run.
         """
         size = self._config.data.batch_size
         batch = [self._samples[index] for index in self._order.batch(update * size, size)]
@@ -196,14 +191,10 @@ class Learner:
             self._loss = with_entropy_bonus(self._loss, components.entropy)
 
     def learn(self, batch: Batch, stopwatch: Stopwatch, *, is_foreign: bool = False) -> dict[str, float]:
-        """Train on the batch of the next step; return its metrics. Collective.
-
-        Args:
-            is_foreign: other weights than the published ones of its version sampled it, so its log-probabilities
-                say nothing about whether the engine computes the same model.
-
-        Raise TrainingError if something is not finite, or the engine computes another model; then the step must not be
-        published or saved.
+        """Train on the batch of the next step; return its metrics. Collective. `is_foreign`: other weights than the
+        published ones of its version sampled it, so its log-probabilities say nothing about whether the engine computes
+        the same model. Raise TrainingError if something is not finite, or the engine computes another model; then the
+        step must not be published or saved.
         """
         step, config, components = batch.step, self._config, self._components
         rollouts = batch.rollouts
