@@ -10,6 +10,7 @@ PARTS = {
         "tests/faults/test_damage.py",
         "tests/faults/test_storage.py",
         "tests/faults/test_power_cut.py",
+        "tests/faults/test_kill_during_save.py",
         "tests/search/test_search.py",
     ),
     "src/holdfast/launcher": (
@@ -33,7 +34,7 @@ PARTS = {
         ),
         ("tests/integration/test_sft_stop.py", "tests/integration/test_rl_killed.py"),
     ),
-    "src/holdfast/trainer/preference/reference.py": ("tests/search/test_search.py",),
+    "src/holdfast/trainer/preference/reference.py": ("tests/faults/test_kill_in_reference.py",),
     "src/holdfast/orchestrator": ("tests/search/test_search.py",),
     "src/holdfast/orchestrator/env": ("tests/faults/test_every_process.py",),
     "src/holdfast/process": ("tests/integration/test_sft_stop.py", "tests/integration/test_rl_stuck.py"),

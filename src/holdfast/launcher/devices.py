@@ -344,7 +344,7 @@ def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: b
 
 
 def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[Sequence[Gpu]] = ()) -> str:
-    """Return the line that says what a run computes on, and which settings follow. `engines`: the GPUs of each engine."""
+    """Return the line that says what a run computes on, and which settings follow. `engines`: the GPUs of each."""
     where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {_gpus(gpus)}" for gpus in engines)])
     # The name is enough: trainer and engine mostly get the same value.
     settings = dict.fromkeys(f"{key.rpartition('.')[2]} = {str(value).lower()}" for key, value in chosen.items())

@@ -192,7 +192,7 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Heartbeat:
-    """Beats for as long as this process lives, or until `end`. `path`: the file to write; None: nobody asked for beats."""
+    """Beats for as long as this process lives, or until `end`. `path`: the file to write, if somebody asked for it."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
