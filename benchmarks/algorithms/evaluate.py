@@ -60,9 +60,7 @@ def _answers(directory: Path, tasks: Sequence[Task], *, greedy: bool) -> list[st
     model.eval()
     prompts = [
         tokenizer.apply_chat_template(
-            [as_dict(message) for message in as_messages(task.prompt)],
-            tokenize=False,
-            add_generation_prompt=True,
+            [as_dict(message) for message in as_messages(task.prompt)], tokenize=False, add_generation_prompt=True
         )
         for task in tasks
         if not isinstance(task.prompt, str)

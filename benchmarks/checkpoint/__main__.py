@@ -176,10 +176,7 @@ class Benchmark:
             ("loop blocked by an async save / by a plain dcp.save", median["blocked"] / median["plain save"]),
             ("the same where the copy is made at the call", median["blocked, copy at the call"] / median["plain save"]),
             ("steps beside a save / steps alone", beside_save / median["step alone"]),
-            (
-                "steps beside a save / steps beside another writer",
-                beside_save / beside_writer,
-            ),
+            ("steps beside a save / steps beside another writer", beside_save / beside_writer),
             ("bytes per second of a save / of raw fsynced writes", median["raw write"] / median["async save, quiet"]),
             ("peak extra memory of an async save / state", self.extra_bytes / self.size),
         ):

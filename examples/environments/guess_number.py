@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast import (
-    ConfigError,
-    Environment,
-    Message,
-    Score,
-    Session,
-    SessionFull,
-    Task,
-    TaskSeed,
-)
+from holdfast import ConfigError, Environment, Message, Score, Session, SessionFull, Task, TaskSeed
 
 _LARGEST = 10**9
 _FORM_SHARE = 0.1

@@ -46,11 +46,7 @@ COMMANDS = {
     ),
     "ckpt": ("Checkpoints: list, verify, show, export, import, prune; what takes space.", "commands.ckpt:main", None),
     "chat": ("Talk to a model, or to the newest weights of a run.", "commands.chat:main", None),
-    "environments": (
-        "Environments: list, begin one, check one.",
-        "commands.environments:main",
-        None,
-    ),
+    "environments": ("Environments: list, begin one, check one.", "commands.environments:main", None),
     "monitor": ("What runs are doing, from their files alone.", "view.monitor:main", None),
     "track": ("Send a run to experiment trackers, or what they lack of it.", "view.track:main", None),
     "rollouts": ("Rollouts in the journal: show, statistics, export.", "commands.rollouts:main", None),

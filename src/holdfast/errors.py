@@ -97,10 +97,7 @@ _STORAGE_ERRNOS = {
     *(errno.ESTALE, errno.EREMOTEIO),  # of network filesystems
 }
 # Network filesystems and FUSE give these as well, and a process that has too many files open; so do sockets.
-_SHARED_ERRNOS = {
-    *(errno.EMFILE, errno.ENFILE),
-    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
-}
+_SHARED_ERRNOS = {*(errno.EMFILE, errno.ENFILE), *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN)}
 _NETWORK_LIBRARIES = {"aiohttp", "botocore", "httpcore", "httpx", "huggingface_hub", "requests", "urllib3"}
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 

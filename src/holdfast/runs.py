@@ -209,16 +209,14 @@ class Run:
 
 
 def sft(*files: str | Path, **settings: Any) -> Run:
-    """Start supervised fine-tuning, the command `sft`.
+    """Start supervised fine-tuning, the command `sft`. Raise ConfigError if a setting cannot be used; nothing is
+    started.
 
     Args:
         files: TOML files with settings.
         settings: by keyword; a section is a dictionary, as in `optim={"lr": 1e-5}`, and text for a section, such as
             `model`, is its name. They win over files. A function or class of a module stands for its name, as
             `module:function` in a file.
-
-    Raises:
-        ConfigError: a setting cannot be used; nothing is started.
     """
     return _begin("sft", files, settings)
 

@@ -13,13 +13,7 @@ import msgspec
 
 from holdfast.errors import CheckpointError, ConfigError, DataError, InferenceError
 from holdfast.launcher.liveness import open_directly
-from holdfast.protocol.inference import (
-    GENERATE_ROUTE,
-    WEIGHTS_ROUTE,
-    GenerateRequest,
-    GenerateResponse,
-    ServedWeights,
-)
+from holdfast.protocol.inference import GENERATE_ROUTE, WEIGHTS_ROUTE, GenerateRequest, GenerateResponse, ServedWeights
 from holdfast.protocol.rollouts import Rollout, VersionSpan, decode_packed
 from holdfast.run.manifest import read_manifest
 from holdfast.run.run_dir import RunDir

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from holdfast.config.training import SupervisedCommand as SupervisedCommand
     from holdfast.config.training import TrainingCommand as TrainingCommand
 
-PROGRAMS = {
-    "sft": "SftConfig",
-    "dpo": "DpoConfig",
-    "reward-model": "RewardTrainingConfig",
-    "rl": "TrainerConfig",
-}
+PROGRAMS = {"sft": "SftConfig", "dpo": "DpoConfig", "reward-model": "RewardTrainingConfig", "rl": "TrainerConfig"}
 """Training program -> the name of its model of settings, see `program_config`."""
 
 _NAMES_OF = {

@@ -101,11 +101,7 @@ class Section(BaseModel):
     """A part of a configuration. A docstring beneath a field is its ``--help`` text: `docs_tools.listing`."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        defer_build=True,
-        validate_default=True,
-        ser_json_inf_nan="constants",
-        allow_inf_nan=False,
+        extra="forbid", defer_build=True, validate_default=True, ser_json_inf_nan="constants", allow_inf_nan=False
     )
 
     _plain = field_validator("*", mode="before")(classmethod(_check_plain))

@@ -66,9 +66,7 @@ class ByType:
         tagged = tuple(Annotated[model, Tag(name)] for name, model in self.models(source).items())
         tables = handler.generate_schema(Annotated[Union[tagged], Discriminator(self._type_of)])  # noqa: UP007
         return core_schema.no_info_before_validator_function(
-            self.table_of,
-            tables,
-            json_schema_input_schema=core_schema.union_schema([tables, core_schema.str_schema()]),
+            self.table_of, tables, json_schema_input_schema=core_schema.union_schema([tables, core_schema.str_schema()])
         )
 
 

@@ -14,12 +14,7 @@ from holdfast.config.marks import Mark, marked, models_in
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig, check_rounds
 from holdfast.config.policy_losses import BuiltInLoss
 from holdfast.config.rl_trainer import AnyWeights, CollectiveWeights, JournalConfig, TrainerConfig, check_rewards
-from holdfast.config.view import (
-    DashboardConfig,
-    ProfiledSteps,
-    StepWindow,
-    TrackingConfig,
-)
+from holdfast.config.view import DashboardConfig, ProfiledSteps, StepWindow, TrackingConfig
 from holdfast.errors import ConfigError
 
 _PROCESSES = ("trainer", "orchestrator", "inference")

@@ -104,10 +104,7 @@ class Sources:
     def origin_of(self, key: str) -> str | None:
         """Return the flag, or else the variable, or else the last file that gave a dotted key, itself or as JSON."""
         places = (key, *_above(key))
-        for values, names, kind in (
-            (self.flags, self.flag_of, "flag"),
-            (self.variables, self.variable_of, "variable"),
-        ):
+        for values, names, kind in ((self.flags, self.flag_of, "flag"), (self.variables, self.variable_of, "variable")):
             for place in places:
                 if place in values and (place == key or holds(values[place], key[len(place) + 1 :])):
                     return f"{kind} {names[place]}"

@@ -19,12 +19,7 @@ from holdfast.config.by_type import ByType
 from holdfast.config.cluster import SlurmConfig
 from holdfast.config.evaluation import CheckpointEvalConfig
 from holdfast.config.marks import Mark, Picked, marked
-from holdfast.config.view import (
-    DashboardConfig,
-    ProfiledSteps,
-    StepWindow,
-    TrackingConfig,
-)
+from holdfast.config.view import DashboardConfig, ProfiledSteps, StepWindow, TrackingConfig
 
 
 class LoraConfig(Section):

@@ -60,7 +60,7 @@ _ON: dict[DeviceType, dict[str, str]] = {
     },
     "cuda": {
         # A fork of a process that has touched CUDA cannot use it.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn"
     },
 }
 

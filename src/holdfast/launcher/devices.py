@@ -282,10 +282,7 @@ def choose_rl(config: RlConfig, placement: Placement, machine: Machine, *, start
     """Fill in, in place, what the settings of trainer and engines leave to their devices; return it by dotted key."""
     of_trainer = choose_training(config.trainer, placement, clean=config.clean)
     of_engine = choose_for_engine(
-        config.inference,
-        machine.engine_device,
-        dtype=config.trainer.model.compute_dtype,
-        shares_gpu=placement.shares,
+        config.inference, machine.engine_device, dtype=config.trainer.model.compute_dtype, shares_gpu=placement.shares
     )
     if config.trainer.sampler_dtype is None:
         config.trainer.sampler_dtype = config.inference.model.dtype

@@ -28,12 +28,7 @@ from holdfast.config.rl_trainer import ATTENDED_TOKENS, TrainerConfig
 from holdfast.config.training import NOT_ON_NODES, RATES, EvaluatedCommand, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, EnvironmentFailure, HoldfastError
 from holdfast.launcher.devices import rates_of_run, settings_of_run
-from holdfast.process.child import (
-    LAUNCHER_ENV,
-    die_with_launcher,
-    killed_by,
-    run_reporting_errors,
-)
+from holdfast.process.child import LAUNCHER_ENV, die_with_launcher, killed_by, run_reporting_errors
 from holdfast.process.gpus import require_vllm
 from holdfast.process.imports import load_function, load_loss, module_command
 from holdfast.protocol.inference import read_admin_token

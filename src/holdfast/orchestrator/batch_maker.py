@@ -27,13 +27,7 @@ from holdfast.orchestrator.episodes import Outcome, Problem, Sampler
 from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.group_players import GroupPlayer, Workers
 from holdfast.orchestrator.judge_client import guarded
-from holdfast.orchestrator.state import (
-    CurriculumState,
-    EnvironmentState,
-    LevelState,
-    OrchestratorState,
-    TaskSeed,
-)
+from holdfast.orchestrator.state import CurriculumState, EnvironmentState, LevelState, OrchestratorState, TaskSeed
 from holdfast.orchestrator.tasks import SessionSlots, run_all
 from holdfast.orchestrator.teacher import Teacher
 from holdfast.orchestrator.weight_sync import PublishedWeights

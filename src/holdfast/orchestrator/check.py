@@ -17,13 +17,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.orchestrator.env.interface import Environment
-from holdfast.orchestrator.env.registry import (
-    find_class,
-    find_environment,
-    is_built_in,
-    load_levels,
-    require_methods,
-)
+from holdfast.orchestrator.env.registry import find_class, find_environment, is_built_in, load_levels, require_methods
 from holdfast.orchestrator.env.solvable import warnings_of
 from holdfast.orchestrator.env.tool_loop import check_tools
 from holdfast.process.child import die_with_launcher, run_reporting_errors

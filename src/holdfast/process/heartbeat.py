@@ -334,8 +334,5 @@ def read_beat(path: Path) -> Beat:
     """Return what a process said of itself last."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Beat)
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-    ):  # empty or half written: the next read sees it whole
+    except (msgspec.DecodeError, UnicodeDecodeError):  # empty or half written: the next read sees it whole
         return Beat()

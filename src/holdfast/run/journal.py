@@ -211,11 +211,7 @@ def read_state(path: Path, *, step: int) -> tuple[Accepted, bytes]:
 
 
 def wait_for(
-    path: Path,
-    *,
-    timeout_s: float,
-    check: Callable[[], None] | None = None,
-    unless: Callable[[], object] | None = None,
+    path: Path, *, timeout_s: float, check: Callable[[], None] | None = None, unless: Callable[[], object] | None = None
 ) -> bool:
     """Wait until `path` exists; return whether it came before nothing else happened for `timeout_s` seconds. `check` is
     called at each round and may raise; the wait ends early when `unless` returns something true."""

@@ -29,16 +29,7 @@ from holdfast.run.choose_run import only_run, refuse_flags
 from holdfast.run.journal import read_batch
 from holdfast.run.settings import flat_settings
 from holdfast.view.answers import Answer, TextOf, problems_of, read_answers, shown_parts, text_of
-from holdfast.view.charts import (
-    LEARNING,
-    SPEED,
-    Chart,
-    charts_of,
-    evaluation_charts,
-    others,
-    phase_charts,
-    timeline_of,
-)
+from holdfast.view.charts import LEARNING, SPEED, Chart, charts_of, evaluation_charts, others, phase_charts, timeline_of
 from holdfast.view.follow import short_names
 from holdfast.view.run_data import RunData, read_run
 

@@ -118,13 +118,11 @@ def _others(directory: Path) -> str:
 
 
 def copy_fork(fork: Fork, run_dir: RunDir, *, how: Verification) -> None:
-    """Put the checkpoint, and the older weights that batches need, into `run_dir`.
+    """Put the checkpoint, and the older weights that batches need, into `run_dir`. Raise CheckpointError if the disk is
+    full, or weights of the other run are damaged.
 
     Files are hard-linked if the filesystem can do that, else copied: no process writes into a committed checkpoint.
     Each directory appears under its name by one rename, when it is whole.
-
-    Raises:
-        CheckpointError: the disk is full, or weights of the other run are damaged.
     """
     for weights in fork.weights:
         version = int(weights.name.removeprefix("step_"))

@@ -63,10 +63,7 @@ class ConfigDiff:
     def describe(self, name: str, since: str) -> list[str]:
         """Return the lines to print about the process `name`, if any."""
         lines = []
-        for text, keys in (
-            ("changes what is computed from here on", self.computing),
-            ("free to change", self.free),
-        ):
+        for text, keys in (("changes what is computed from here on", self.computing), ("free to change", self.free)):
             if keys:
                 lines += [f"{name}: differs from {since}; {text}:", *(f"  {key}" for key in keys)]
         return lines
@@ -135,13 +132,11 @@ def refuse_other_model(
     keys: Set[str] = _SHAPING,
     remedy: str = "A run continues with its own model. Give that as --model.name.",
 ) -> None:
-    """Refuse to load `what` into a model of another shape, by two files config.json, if both exist.
+    """Refuse to load `what` into a model of another shape, by two files config.json, if both exist. Raise
+    CheckpointError with the keys that differ, and the `remedy`.
 
     Args:
         keys: that must be equal.
-
-    Raises:
-        CheckpointError: with the keys that differ, and the `remedy`.
     """
     if not (saved.is_file() and wanted.is_file()):
         return
@@ -163,13 +158,11 @@ def refuse_other_model(
 
 
 def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
-    """Refuse to continue with other tensors than the checkpoint's: adapters, critic, average, reference.
+    """Refuse to continue with other tensors than the checkpoint's: adapters, critic, average, reference. Raise
+    CheckpointError with the differences.
 
     Args:
         before: the resolved configuration until `step`.
-
-    Raises:
-        CheckpointError: with the differences.
     """
     old, lora = before.get("model", {}).get("lora"), after.model.lora
     new = lora.model_dump() if lora is not None else None
@@ -199,13 +192,10 @@ def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, s
 
 
 def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | None, *, is_fresh: bool) -> dict[str, str]:
-    """Return versions and digests by the names that messages give them.
+    """Return versions and digests by the names that messages give them. Raise ReadError if a file cannot be read.
 
     Args:
         is_fresh: the run begins with the weights of `model.name`; else with a checkpoint.
-
-    Raises:
-        ReadError: a file cannot be read.
     """
     found = {name: number for name, number in library_versions().items() if number != "not installed"}
     files = {f"{_TOKENIZER}{path.name}": path for path in _tokenizer_files(trainer)}

@@ -40,14 +40,7 @@ from holdfast.chat.messages import MORE_KEYS, check_tools, function_of, texts_of
 from holdfast.errors import ConfigError, DataError, HoldfastError, nearest, shown
 from holdfast.orchestrator.env.guard import PromptTooLong
 from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
-from holdfast.orchestrator.env.tools import (
-    Parser,
-    arguments_of,
-    call_id,
-    find_parser,
-    of_json,
-    text_before_calls,
-)
+from holdfast.orchestrator.env.tools import Parser, arguments_of, call_id, find_parser, of_json, text_before_calls
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -25,13 +25,7 @@ from holdfast.orchestrator.env.registry import load_environment
 from holdfast.orchestrator.env.tool_loop import tool_use_of
 from holdfast.orchestrator.env.verifiers import VERIFIERS
 from holdfast.orchestrator.episodes import Outcome, Problem, Sampler, is_solved
-from holdfast.orchestrator.evaluation.results import (
-    EvaluatedRollout,
-    ResultsFile,
-    Turn,
-    claim_directory,
-    read_identity,
-)
+from holdfast.orchestrator.evaluation.results import EvaluatedRollout, ResultsFile, Turn, claim_directory, read_identity
 from holdfast.orchestrator.evaluation.statistics import Summary, summarize
 from holdfast.orchestrator.generation_log import GenerationLog
 from holdfast.orchestrator.group_players import GroupPlayer, Workers, starting_workers

@@ -53,10 +53,7 @@ async def run(config: EvaluateConfig) -> None:
     if DATE_ENV not in os.environ:  # a run that evaluates beside its training sets its own date
         keep_date(RunDir(config.run or config.output_dir).created_unix_s())
     allow_connections(config.max_concurrency, key="max_concurrency")
-    async with (
-        judging(RunDir(config.output_dir).judgements),
-        starting_workers(_group_config(config)) as workers,
-    ):
+    async with judging(RunDir(config.output_dir).judgements), starting_workers(_group_config(config)) as workers:
         tasks = load_tasks(config, workers)
         with watching_calls():
             await _evaluate(config, tasks)

@@ -352,15 +352,13 @@ class Checkpointer:
             raise self._newest_failure
 
     def load(self, step: int | Literal["latest", "auto"] = "latest", *, verify: Verification = "full") -> int:
-        """Restore the state from a checkpoint, and return the checkpoint's step.
+        """Restore the state from a checkpoint, and return the checkpoint's step. Raise CheckpointError if the
+        checkpoint is missing or damaged, has no optimizer, or does not fit the state.
 
         Args:
             step: a number, or `latest` for the newest intact checkpoint (damaged checkpoints are skipped with a
                 warning). `auto` is the same, but without any checkpoint it returns 0 and leaves the state.
             verify: what is checked before loading: every byte (`full`), or only sizes (`size`).
-
-        Raises:
-            CheckpointError: the checkpoint is missing or damaged, has no optimizer, or does not fit the state.
         """
         self.wait()
         found = self._control.on_main(lambda: self._choose(step, verify), error=CheckpointError)
@@ -431,13 +429,11 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step: int = 0) -> None:
-    """Save tensors, optimizer, values and random generators into `directory`. Collective.
+    """Save tensors, optimizer, values and random generators into `directory`. Collective. Raise SaveError if a rank
+    failed. Every rank raises it, with that rank's reason.
 
     Args:
         directory: a path that does not exist. The files are written under a temporary name, which is then renamed.
-
-    Raises:
-        SaveError: a rank failed. Every rank raises it, with that rank's reason.
     """
     ranks = RankGroup()
     whole = as_state(state)

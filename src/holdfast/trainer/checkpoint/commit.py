@@ -114,7 +114,8 @@ class Storage:
 
 
 class ObjectStorage(Storage):
-    """An object store, to which a thread copies every step; see `holdfast.remote`.
+    """An object store, to which a thread copies every step; see `holdfast.remote`. Raise ConfigError if the URL cannot
+    be used, or its driver is not installed.
 
     Args:
         url: such as `s3://bucket/prefix`.
@@ -123,9 +124,6 @@ class ObjectStorage(Storage):
         older_weights: how many earlier versions of published weights a resume from a step needs.
         weights_of: returns the path of a version. Weights are copied before the step.
         run_dir: of the run whose identity is kept beside its steps.
-
-    Raises:
-        ConfigError: the URL cannot be used, or its driver is not installed.
     """
 
     def __init__(

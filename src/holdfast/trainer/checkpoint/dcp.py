@@ -244,13 +244,11 @@ class ShardWriter:
         self._all_results: list[list[WriteResult]] = []
 
     def write(self, tensors: Mapping[str, Tensor], directory: Path) -> dict[str, FileEntry]:
-        """Write and fsync `tensors` into `directory`, which is empty. Collective.
+        """Write and fsync `tensors` into `directory`, which is empty. Collective. Raise SaveError if a rank failed.
+        Every rank raises it, with that rank's reason.
 
         Returns:
             On rank 0, size and checksum of every rank's file and of the index, by name; elsewhere nothing.
-
-        Raises:
-            SaveError: a rank failed. Every rank raises it, with that rank's reason.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         # The tensors are on the CPU. Copying ahead would open a context on the first GPU for a thread of every rank.

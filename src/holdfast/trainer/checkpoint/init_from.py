@@ -233,7 +233,8 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 def load_weights_only(
     tensors: Mapping[str, Tensor], path: str | Path, *, how: Verification = "full", layout: FileLayout | None = None
 ) -> set[tuple[torch.dtype, torch.dtype]]:
-    """Fill `tensors` in place with the weights at `path`. Collective.
+    """Fill `tensors` in place with the weights at `path`. Collective. Raise CheckpointError if there are no weights,
+    they are damaged, or they do not fit the model (missing, surplus or differently shaped tensors).
 
     Checkpoints and published weights are verified first. Other dtypes are cast, with a line in the log. If input and
     output embeddings are one tensor, the file may have either name, or both names with equal values.
@@ -246,10 +247,6 @@ def load_weights_only(
 
     Returns:
         Pairs of a dtype there and here.
-
-    Raises:
-        CheckpointError: there are no weights, they are damaged, or they do not fit the model (missing, surplus or
-            differently shaped tensors).
     """
     path = Path(path)
     kind = require_weights(path)

@@ -27,14 +27,11 @@ from holdfast.errors import CheckpointError
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
-    """Return `value` as JSON that `decode` reverts.
+    """Return `value` as JSON that `decode` reverts. Raise CheckpointError if a part of the value is not plain.
 
     Args:
         where: the name of the value in errors, and of its tensors.
         tensors: gets tensors of more than 1 MiB by name. None: tensors are refused.
-
-    Raises:
-        CheckpointError: a part of the value is not plain.
     """
     kind: Any = type(value)
     if value is None or kind is bool:

@@ -102,13 +102,10 @@ class ObjectsState:
         return names
 
     def targets(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """Return the tensors to load `saved` into.
+        """Return the tensors to load `saved` into. Raise CheckpointError if the state of an optimizer cannot be made.
 
         An optimizer without a step has no state, so its tensors are made as the checkpoint says, or by a step without
         gradients. `restore` hands them to the optimizer.
-
-        Raises:
-            CheckpointError: the state of an optimizer cannot be made.
         """
         targets: dict[str, Tensor] = {}
         self._moments, self._loaded, self._waiting, self._surplus = {}, {}, {}, {}

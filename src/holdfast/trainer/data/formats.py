@@ -329,19 +329,9 @@ def _common_text(chosen: str, rejected: str) -> int:
 
 SAMPLE_FORMATS = (
     Format("chats (`messages`)", "`messages`", ("messages",), _FOR_CHATS, _from_messages),
+    Format("ShareGPT (`conversations`)", "`conversations` (ShareGPT)", ("conversations",), _FOR_CHATS, _from_share_gpt),
     Format(
-        "ShareGPT (`conversations`)",
-        "`conversations` (ShareGPT)",
-        ("conversations",),
-        _FOR_CHATS,
-        _from_share_gpt,
-    ),
-    Format(
-        "prompts and completions",
-        "`prompt` and `completion`",
-        ("prompt", "completion"),
-        _FOR_CHATS,
-        _from_completion,
+        "prompts and completions", "`prompt` and `completion`", ("prompt", "completion"), _FOR_CHATS, _from_completion
     ),
     Format(
         "Alpaca (`instruction`, `input`, `output`)",

@@ -47,13 +47,11 @@ def lines_of(remarks: Remarks) -> list[str]:
 
 
 def tell(lines: Sequence[str], config: SftDataConfig, *, is_told: bool) -> None:
-    """Report warnings, which the console and the report of the run show.
+    """Report warnings, which the console and the report of the run show. Raise DataError if there are warnings, and
+    `data.strict` is set.
 
     Args:
         is_told: whether they are reported; ranks other than the first do not.
-
-    Raises:
-        DataError: there are warnings, and `data.strict` is set.
     """
     if config.strict and lines:
         told = "\n       ".join(f"{config.name}: {line}" for line in lines)

@@ -56,19 +56,13 @@ _Work = Generator[None, None, str | None]
 
 
 def read_samples(
-    config: SftDataConfig,
-    tokenizer: Tokenizer,
-    formats: tuple[Format, ...],
-    *,
-    mesh: Mesh | None,
+    config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ...], *, mesh: Mesh | None
 ) -> tuple[Sequence[Sample], Format]:
-    """Return the samples of all rows, in their order, and how the rows are written.
+    """Return the samples of all rows, in their order, and how the rows are written. Raise ConfigError or DataError if
+    the dataset is missing, lacks columns, or has a row that cannot be used.
 
     Args:
         mesh: the ranks, if there are several: all get all samples. Collective then.
-
-    Raises:
-        ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
     """
     files = find_files(config.name, key="data.name", split=config.split)
     is_main = mesh is None or mesh.is_main
@@ -136,10 +130,7 @@ def _make(config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ..
     try:
         chunks = ordered_chunks(rows, partial(formats[place].encode, tokenizer=tokenizer, config=config), config)
         for _ in make_cached(
-            directory / key,
-            chunks,
-            format_place=place,
-            is_current=lambda: cache_key(config, tokenizer, formats) == key,
+            directory / key, chunks, format_place=place, is_current=lambda: cache_key(config, tokenizer, formats) == key
         ):
             yield
     except OSError as error:
@@ -249,13 +240,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, *, end_token_ids: Sequence[int] = ()) -> Tokenizer:
-    """Return the tokenizer that renders, tokenises and masks, with the tokens of `tokenizer`.
+    """Return the tokenizer that renders, tokenises and masks, with the tokens of `tokenizer`. Raise DataError if it is
+    not of the fast kind.
 
     Args:
         end_token_ids: tokens that end a turn, beside the end-of-text token.
-
-    Raises:
-        DataError: it is not of the fast kind.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -273,13 +262,11 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, *, end_token_ids: Sequenc
 
 
 def refuse_other_tokens(name: str, tokenizer_name: str, *, key: str) -> None:
-    """Refuse a model beside the policy to which the policy's token ids mean something else.
+    """Refuse a model beside the policy to which the policy's token ids mean something else. Raise DataError if their
+    tokenizers differ.
 
     Args:
         name: of the model, the value of the setting `key`.
-
-    Raises:
-        DataError: their tokenizers differ.
     """
     theirs, ours = load_tokenizer(name).get_vocab(), load_tokenizer(tokenizer_name).get_vocab()
     differing = [token for token, number in ours.items() if theirs.get(token) != number]
@@ -310,12 +297,10 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _check_text(tokenizer: Tokenizer, rows: Iterable[object], *, is_told: bool) -> None:
-    """Check that transformers makes the tokens of tokenizer.json, of texts of many kinds and of the first rows.
+    """Check that transformers makes the tokens of tokenizer.json, of texts of many kinds and of the first rows. Raise
+    ConfigError if the tokens differ.
 
     Other tokens around special tokens are only reported: transformers makes some for models of Llama 2's kind.
-
-    Raises:
-        ConfigError: the tokens differ.
     """
     try:
         original = load_orchestrator_tokenizer(tokenizer.name)
@@ -353,13 +338,11 @@ def _probe_chat(tokenizer: Tokenizer) -> list[int] | str:
 def load_samples(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, mesh: Mesh | None = None
 ) -> tuple[Sequence[Sample], Sequence[Sample]]:
-    """Return (training samples, validation samples), tokenised.
+    """Return (training samples, validation samples), tokenised. Raise ConfigError or DataError if the dataset is
+    missing, lacks columns, or has a row that cannot be used.
 
     Args:
         mesh: the ranks, if there are several: all get all samples. Collective then.
-
-    Raises:
-        ConfigError, DataError: the dataset is missing, lacks columns, or has a row that cannot be used.
     """
     samples, _ = read_samples(config, chat_tokenizer(tokenizer), SAMPLE_FORMATS, mesh=mesh)
     lengths, first_targets = sizes_of(samples)

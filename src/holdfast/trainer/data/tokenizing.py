@@ -102,14 +102,12 @@ class Chunk:
 
 
 def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, is_told: bool = True) -> list[Sample]:
-    """Return the samples of all rows, in their order, made on this rank's share of the cores.
+    """Return the samples of all rows, in their order, made on this rank's share of the cores. Raise ConfigError or
+    DataError if rows cannot be used; the message names the first.
 
     Args:
         encode: makes the samples of one row: the same number of every row.
         is_told: whether progress and warnings are reported.
-
-    Raises:
-        ConfigError, DataError: rows cannot be used; the message names the first.
     """
     workers = workers_of_this_rank(config.num_proc) if len(rows) > FEW_ROWS else 1
     chunks = list(ordered_chunks(rows, encode, config, workers=workers, is_told=is_told))
@@ -121,13 +119,11 @@ def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, is_told:
 def ordered_chunks(
     rows: Rows, encode: Encode, config: SftDataConfig, *, workers: int | None = None, is_told: bool = True
 ) -> Iterator[Chunk]:
-    """Yield all chunks in the order of the rows.
+    """Yield all chunks in the order of the rows. At the end, raise ConfigError or DataError if rows cannot be used
+    and are not to be left out.
 
     Args:
         workers: processes; unset: `data.num_proc`, or one for each core that this process may run on.
-
-    Raises:
-        ConfigError, DataError: at the end, if rows cannot be used and are not to be left out.
     """
     places = range(-(-len(rows) // _CHUNK_ROWS))
     workers = min(workers or config.num_proc or available_cores(), len(places))
@@ -243,12 +239,7 @@ UNTRAINED = np.iinfo(np.int32).max
 """The first trained token of a sample that has none."""
 
 _SCHEMA = pa.schema(
-    {
-        "token_ids": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.uint8()),
-        "value": pa.float64(),
-        "row": pa.int64(),
-    }
+    {"token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.uint8()), "value": pa.float64(), "row": pa.int64()}
 )
 
 
@@ -285,14 +276,12 @@ class _Samples(Sequence[Sample], ABC):
 
 
 class SampleTable(_Samples):
-    """The samples of a file, in order; their arrays are parts of it and cannot be written to.
+    """The samples of a file, in order; their arrays are parts of it and cannot be written to. Making it raises
+    OSError if the file cannot be read, and ArrowInvalid, a ValueError, if the file is not such a table.
 
     Attributes:
         lengths: tokens of each, int32.
         first_targets: place of the first token of each that is trained, int32; `UNTRAINED` without one.
-
-    Raises:
-        OSError: (making it) the file cannot be read, or is not such a table (`pyarrow.ArrowInvalid`, a ValueError).
     """
 
     def __init__(self, path: Path) -> None:
@@ -481,13 +470,11 @@ def open_cached(directory: Path, *, verify: bool, is_said: bool = False) -> Cach
 def make_cached(
     directory: Path, chunks: Iterator[Chunk], *, format_place: int, is_current: Callable[[], bool]
 ) -> Iterator[Chunk]:
-    """Write chunks to a new directory of the cache, give it its name at their end; yield each when it is written.
+    """Write chunks to a new directory of the cache, give it its name at their end; yield each when it is written. Raise
+    OSError if it cannot be written; nothing is left of it.
 
     Args:
         is_current: asked at the end whether the data still has that name; if not, nothing is kept.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of it.
     """
     atomic.make_directory(directory.parent)
     with scratch_directory(directory.parent) as scratch:

@@ -35,13 +35,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from holdfast.config import SftConfig, TrainerConfig, program_config
 from holdfast.config.preference import DpoConfig
 from holdfast.config.resolved import set_values
-from holdfast.config.training import (
-    LoraConfig,
-    ParallelConfig,
-    SupervisedCommand,
-    TrainedModelConfig,
-    TrainingCommand,
-)
+from holdfast.config.training import LoraConfig, ParallelConfig, SupervisedCommand, TrainedModelConfig, TrainingCommand
 from holdfast.errors import HoldfastError
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.process.gpus import VISIBLE_DEVICES_ENV

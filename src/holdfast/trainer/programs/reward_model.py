@@ -43,12 +43,7 @@ def run(config: RewardTrainingConfig) -> None:
         tell_data(config, survey_of(training, len(held_out), tokenizer), is_main=mesh.is_main)
         build = _with_padding(tokenizer, pairs)
         with start_session(
-            config,
-            mesh,
-            tokenizer,
-            build,
-            pack=config.data.pack,
-            data_fingerprint=fingerprint_preferences(training),
+            config, mesh, tokenizer, build, pack=config.data.pack, data_fingerprint=fingerprint_preferences(training)
         ) as session:
             train_on_rows(config, session, reward_objective(config, mesh), training, held_out)
             session.publish_last()

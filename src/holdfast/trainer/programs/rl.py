@@ -77,10 +77,7 @@ def run(config: TrainerConfig) -> None:
 
 
 def _train(
-    config: TrainerConfig,
-    session: TrainSession[Policy],
-    learner: Learner,
-    publish: Callable[[int], None],
+    config: TrainerConfig, session: TrainSession[Policy], learner: Learner, publish: Callable[[int], None]
 ) -> None:
     mesh, progress, saver, run_dir = session.mesh, session.progress, session.saver, session.run_dir
     ledger = Ledger(run_dir, progress)

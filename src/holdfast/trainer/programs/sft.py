@@ -62,12 +62,7 @@ def run(config: SftConfig) -> None:
         check_lengths(config, samples, held_out, is_told=mesh.is_main)
         tell_data(config, survey_of(samples, len(held_out), tokenizer), is_main=mesh.is_main)
         with start_session(
-            config,
-            mesh,
-            tokenizer,
-            build_policy,
-            pack=config.data.pack,
-            data_fingerprint=fingerprint_samples(samples),
+            config, mesh, tokenizer, build_policy, pack=config.data.pack, data_fingerprint=fingerprint_samples(samples)
         ) as session:
             train_on_rows(config, session, SftObjective(config.data, mesh), samples, held_out)
             session.publish_last()

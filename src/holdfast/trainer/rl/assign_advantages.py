@@ -15,13 +15,7 @@ from itertools import chain
 
 import numpy as np
 
-from holdfast.config.advantages import (
-    ADVANTAGES,
-    GROUP_ADVANTAGES,
-    SINGLE_ADVANTAGES,
-    AdvantageConfig,
-    GrpoAdvantage,
-)
+from holdfast.config.advantages import ADVANTAGES, GROUP_ADVANTAGES, SINGLE_ADVANTAGES, AdvantageConfig, GrpoAdvantage
 from holdfast.config.algorithm import CriticConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError, TrainingError

@@ -115,11 +115,7 @@ def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
     return Sample(
         token_ids=np.asarray(rollout.token_ids, dtype=np.int32),
         loss_mask=loss_mask,
-        per_token={
-            SAMPLER_LOGPROB: np.asarray(rollout.logprobs, dtype=np.float32),
-            AGE: ages,
-            **teacher,
-        },
+        per_token={SAMPLER_LOGPROB: np.asarray(rollout.logprobs, dtype=np.float32), AGE: ages, **teacher},
         starts=starts,
     )
 

@@ -166,10 +166,7 @@ def rewards_of_batch(
             for rewards_G, group in zip(rewards_PG, groups, strict=True)
         ]
     shaped_PG = shape_rewards(
-        rewards_PG,
-        penalties_PG=_length_penalties(groups, config.rewards),
-        clip=config.rewards.clip,
-        moments=moments,
+        rewards_PG, penalties_PG=_length_penalties(groups, config.rewards), clip=config.rewards.clip, moments=moments
     )
     if shaped_PG != rewards_PG:
         metrics |= mean_and_std("reward/shaped", list(chain.from_iterable(shaped_PG)))

@@ -258,11 +258,7 @@ class Learner:
         """
         config, components = self._config, self._components
         rewards_PG, metrics = rewards_of_batch(
-            groups,
-            samples,
-            config,
-            reward_model=components.reward_model,
-            moments=components.moments,
+            groups, samples, config, reward_model=components.reward_model, moments=components.moments
         )
         penalty = None
         if config.kl is not None and components.kl is not None:
@@ -403,13 +399,7 @@ class Learner:
 
     def _step(self, minibatch: Minibatch, statistics: PolicyStatistics, reading: Reading) -> float:
         loss = forward_backward(
-            self._policy,
-            minibatch,
-            self._loss,
-            self._mesh,
-            statistics,
-            reading=reading,
-            teacher=self._teacher,
+            self._policy, minibatch, self._loss, self._mesh, statistics, reading=reading, teacher=self._teacher
         )
         if self._teacher is not None:
             reshard(self._teacher)
