@@ -140,11 +140,8 @@ class ProcessKilled(HoldfastError):
 
 
 class StorageError(CheckpointError):
-    """An object store failed: unreachable, refused, full.
-
-    Attributes:
-        may_pass: whether the same call may succeed later, when nobody has changed anything here.
-    """
+    """An object store failed: unreachable, refused, full. `may_pass`: whether the same call may succeed later, when
+    nobody has changed anything here."""
 
     may_pass = False
 

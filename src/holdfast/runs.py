@@ -38,11 +38,7 @@ _started: list[Run] = []
 
 
 class RunFailed(HoldfastError):
-    """A run ended with an error; the text is the error of its command.
-
-    Attributes:
-        exit_code: of the command, see docs/files.md.
-    """
+    """A run ended with an error; the text is the error of its command. `exit_code`: as docs/files.md lists them."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -60,11 +56,7 @@ class Rows(list[dict[str, Any]]):
 
 
 class Run:
-    """A run in a directory; its processes may live.
-
-    Attributes:
-        path: its directory.
-    """
+    """A run in a directory; its processes may live. `path`: its directory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()

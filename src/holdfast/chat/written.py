@@ -18,11 +18,8 @@ _MOST_SHOWN = 60
 
 
 class _Marks:
-    """Puts a mark in the place of each value that it meets, or of a single value.
-
-    Attributes:
-        met: the values in order: the number of the message, and the value in words.
-    """
+    """Puts a mark in the place of each value that it meets, or of a single value. `met`: the values in order: the
+    number of the message, and the value in words."""
 
     def __init__(self, only: int | None = None) -> None:
         self._only = only

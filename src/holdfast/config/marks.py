@@ -36,11 +36,8 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class Picked:
-    """`rl` may pick the value, so that a training step fits a GPU that it shares with an engine.
-
-    Attributes:
-        cost: settings with a lower cost are picked first.
-    """
+    """`rl` may pick the value, so that a training step fits a GPU that it shares with an engine. `cost`: settings with
+    a lower cost are picked first."""
 
     cost: int
 

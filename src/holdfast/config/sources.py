@@ -50,11 +50,8 @@ VARIABLES = frozenset({
 
 
 class Sources:
-    """The sources of one command line, and who gave each setting.
-
-    Attributes:
-        decided: dotted key -> `flag --NAME` or `variable NAME` that set it, once `settings` has read them.
-    """
+    """The sources of one command line, and who gave each setting. `decided`: dotted key -> `flag --NAME` or `variable
+    NAME` that set it, once `settings` has read them."""
 
     def __init__(self, command: type[Command], argv: Sequence[str]) -> None:
         known = flags_of(command)
@@ -121,11 +118,8 @@ def _root_of(command: type[Command]) -> type[BaseSettings]:
 
 
 class _Source(PydanticBaseSettingsSource):
-    """Leaves out a setting if a higher source has its alternative.
-
-    Attributes:
-        taken: the values that the library took from this source.
-    """
+    """Leaves out a setting if a higher source has its alternative. `taken`: the values that the library took from this
+    source."""
 
     taken: Mapping[str, Any] = {}
 

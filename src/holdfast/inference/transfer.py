@@ -34,11 +34,7 @@ class TransferError(Exception):
 
 
 class Incoming:
-    """A version on its way, for one worker.
-
-    Attributes:
-        digest: of the whole version, as it was asked for.
-    """
+    """A version on its way, for one worker. `digest`: of the whole version, as it was asked for."""
 
     def __init__(
         self, wanted: Transfer, plan: TransferPlan, store: dist.TCPStore, group: Any, rank: int, device: torch.device

@@ -34,11 +34,8 @@ _STAGE_POLL_S = 0.25
 
 
 class ServerMetrics(Collector):
-    """Counters of one server. Busy is the time with at least one generation request in flight.
-
-    Attributes:
-        last_progress: monotonic time in seconds of the engine's last output; 0.0 before the first.
-    """
+    """Counters of one server. Busy is the time with at least one generation request in flight. `last_progress`:
+    monotonic time in seconds of the engine's last output; 0.0 before the first."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

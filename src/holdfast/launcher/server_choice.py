@@ -124,11 +124,8 @@ _MOST_BYTES = 1 << 20  # of an answer: a foreign server may send without end
 
 
 class _Taken(Exception):
-    """Why this run cannot use a server or port.
-
-    Attributes:
-        may_be_ending: the last start of the run may have left it; then it ends by itself.
-    """
+    """Why this run cannot use a server or port. `may_be_ending`: the last start of the run may have left it; then it
+    ends by itself."""
 
     def __init__(self, reason: str, *, may_be_ending: bool = False) -> None:
         super().__init__(reason)

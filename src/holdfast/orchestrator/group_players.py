@@ -376,11 +376,8 @@ def error_of(failed: Failed) -> HoldfastError:
 
 
 class Workers:
-    """The worker processes of one environment, as an async context manager.
-
-    Attributes:
-        num_tasks: of the environment; None: no end.
-    """
+    """The worker processes of one environment, as an async context manager. `num_tasks`: of the environment; None: no
+    end."""
 
     def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
         self._settings = settings

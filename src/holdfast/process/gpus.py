@@ -51,11 +51,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The platform that the installed PyTorch was built for.
-
-    Attributes:
-        cuda: such as `13.0`; None: it was built without.
-    """
+    """The platform that the installed PyTorch was built for. `cuda`: such as `13.0`; None: it was built without."""
 
     version: str
     cuda: str | None

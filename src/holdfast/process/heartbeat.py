@@ -75,10 +75,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 class BusyClock:
     """Counts the seconds in which at least one of several overlapping pieces of work is in progress. For one thread.
-
-    Attributes:
-        in_flight: how many are in progress.
-    """
+    `in_flight`: how many are in progress."""
 
     def __init__(self) -> None:
         self.in_flight = 0

@@ -67,11 +67,8 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run that owns servers, or wants to. Body of `POST /claim` and `POST /release`.
-
-    Attributes:
-        directory: `host:path` of its directory, for people.
-    """
+    """A run that owns servers, or wants to. Body of `POST /claim` and `POST /release`. `directory`: `host:path` of its
+    directory, for people."""
 
     run_id: str
     directory: str

@@ -161,11 +161,8 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a rollout were sampled by policy `version`, as the engine reports.
-
-    Attributes:
-        seed: of the request that sampled them, from the tokens before them.
-    """
+    """Tokens [start, end) of a rollout were sampled by policy `version`, as the engine reports. `seed`: of the request
+    that sampled them, from the tokens before them."""
 
     version: int
     start: int

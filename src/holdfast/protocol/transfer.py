@@ -48,11 +48,8 @@ class Offer(msgspec.Struct, frozen=True):
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How an engine takes part in a transfer: its workers have the ranks from `first_rank` on, of `num_members`.
-
-    Attributes:
-        attempt: another text each time that an orchestrator tries, so that nobody joins the group of an attempt whose
-            orchestrator died.
-    """
+    `attempt`: another text each time that an orchestrator tries, so that nobody joins the group of an attempt whose
+    orchestrator died."""
 
     offer: Offer
     num_members: int

@@ -26,11 +26,8 @@ _own: set[tuple[int, Path]] = set()
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a lock, as it wrote itself into the file.
-
-    Attributes:
-        pid_space: boot of the kernel and container, within which its process id is valid.
-    """
+    """A process that holds a lock, as it wrote itself into the file. `pid_space`: boot of the kernel and container,
+    within which its process id is valid."""
 
     pid: int
     host: str

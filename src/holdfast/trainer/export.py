@@ -101,11 +101,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of an export.
-
-    Attributes:
-        remark: what loading needs beside the files.
-    """
+    """The result of an export. `remark`: what loading needs beside the files."""
 
     directory: str
     dtype: str

@@ -65,10 +65,7 @@ STOP_REQUEST = StopRequest()
 
 class EarlyStopping:
     """Decides whether the run ends before its last step. Rank 0 decides for all, from the lines of `metrics.jsonl`: a
-    resumed run has the same lines, and decides the same.
-
-    Args:
-        history: lines of the steps before; only rank 0 needs them.
+    resumed run has the same lines, and decides the same. `history`: lines of the steps before; only rank 0 needs them.
     """
 
     def __init__(

@@ -97,11 +97,8 @@ def event_line(event: Phase | Alarm, *, seconds: float) -> str:
 
 
 class JsonLines(io.TextIOBase):
-    """Replaces stdout: a printed line becomes an object of type `message`.
-
-    Attributes:
-        end: fields of the object of type `end`, beside the exit code.
-    """
+    """Replaces stdout: a printed line becomes an object of type `message`. `end`: fields of the object of type `end`,
+    beside the exit code."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -208,11 +205,7 @@ def _finite(value: Any) -> Any:
 
 
 class Console:
-    """Shows one attempt; used as a context manager.
-
-    Args:
-        attempt: that is about to begin, after `first_step`.
-    """
+    """Shows one attempt; used as a context manager. `attempt`: that is about to begin, after `first_step`."""
 
     def __init__(self, run_dir: RunDir, *, attempt: int, first_step: int, max_steps: int) -> None:
         self._events = run_dir.logs(attempt) / "events.jsonl"

@@ -36,11 +36,8 @@ class HostLost(Exception):
 
 
 class LineChannel:
-    """The connection to an agent that speaks lines of JSON. Only `call` and `close` wait for the agent.
-
-    Attributes:
-        signal: that came to the agent, and asks the run to stop; None: none came.
-    """
+    """The connection to an agent that speaks lines of JSON. Only `call` and `close` wait for the agent. `signal`: that
+    came to the agent, and asks the run to stop; None: none came."""
 
     silent_s, period_s = math.inf, None
     """An agent that says nothing for so long is lost; and how often both sides send an empty line, if they do."""

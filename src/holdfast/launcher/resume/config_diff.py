@@ -133,11 +133,7 @@ def refuse_other_model(
     remedy: str = "A run continues with its own model. Give that as --model.name.",
 ) -> None:
     """Refuse to load `what` into a model of another shape, by two files config.json, if both exist. Raise
-    CheckpointError with the keys that differ, and the `remedy`.
-
-    Args:
-        keys: that must be equal.
-    """
+    CheckpointError with the keys that differ, and the `remedy`. `keys`: that must be equal."""
     if not (saved.is_file() and wanted.is_file()):
         return
     try:
@@ -159,11 +155,7 @@ def refuse_other_model(
 
 def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> None:
     """Refuse to continue with other tensors than the checkpoint's: adapters, critic, average, reference. Raise
-    CheckpointError with the differences.
-
-    Args:
-        before: the resolved configuration until `step`.
-    """
+    CheckpointError with the differences. `before`: the resolved configuration until `step`."""
     old, lora = before.get("model", {}).get("lora"), after.model.lora
     new = lora.model_dump() if lora is not None else None
     if old is None or new is None:
@@ -193,10 +185,7 @@ def refuse_other_tensors(before: Mapping[str, Any], after: TrainingCommand, *, s
 
 def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | None, *, is_fresh: bool) -> dict[str, str]:
     """Return versions and digests by the names that messages give them. Raise ReadError if a file cannot be read.
-
-    Args:
-        is_fresh: the run begins with the weights of `model.name`; else with a checkpoint.
-    """
+    `is_fresh`: the run begins with the weights of `model.name`; else with a checkpoint."""
     found = {name: number for name, number in library_versions().items() if number != "not installed"}
     files = {f"{_TOKENIZER}{path.name}": path for path in _tokenizer_files(trainer)}
     for key, model in models_of(trainer, is_fresh=is_fresh).items():

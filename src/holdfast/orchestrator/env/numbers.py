@@ -81,11 +81,8 @@ def fold(text: str) -> str:
 
 
 def read_numbers(text: str, *, of_point: bool = False) -> list[Number]:
-    """Return the numbers of a text, in order.
-
-    Args:
-        of_point: the right answer is in brackets. Then in brackets all commas separate numbers.
-    """
+    """Return the numbers of a text, in order. `of_point`: the right answer is in brackets. Then in brackets all commas
+    separate numbers."""
     text = fold(text)
     bracketed = [found.span() for found in _BRACKETED.finditer(text)]
     numbers = []

@@ -56,11 +56,8 @@ class ToolFailed(Exception):
 
 
 class Tool:
-    """One function that the policy may call.
-
-    Attributes:
-        schema: what the chat template gets: `{"type": "function", "function": {name, description, parameters}}`.
-    """
+    """One function that the policy may call. `schema`: what the chat template gets: `{"type": "function", "function":
+    {name, description, parameters}}`."""
 
     def __init__(self, function: Callable[..., Any], *, session_class: type) -> None:
         """Read the signature of a function or bound method; a parameter of `session_class` gets the session.

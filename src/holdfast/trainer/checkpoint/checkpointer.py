@@ -430,11 +430,8 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step: int = 0) -> None:
     """Save tensors, optimizer, values and random generators into `directory`. Collective. Raise SaveError if a rank
-    failed. Every rank raises it, with that rank's reason.
-
-    Args:
-        directory: a path that does not exist. The files are written under a temporary name, which is then renamed.
-    """
+    failed. Every rank raises it, with that rank's reason. `directory`: a path that does not exist. The files are
+    written under a temporary name, which is then renamed."""
     ranks = RankGroup()
     whole = as_state(state)
     try:

@@ -189,11 +189,8 @@ class Commit:
         self._protected.add(step)
 
     def _claim_directory(self, final: Path, *, alone: bool) -> None:
-        """Lock the directory before the first save, and clear what a dead process left in it.
-
-        Args:
-            alone: whether no other process may write beside `final`.
-        """
+        """Lock the directory before the first save, and clear what a dead process left in it. `alone`: whether no other
+        process may write beside `final`."""
         if alone and self._lock is None:
             atomic.make_directory(self._directory)
             self._lock = DirectoryLock(self._directory)

@@ -157,11 +157,8 @@ class MicroBatch:
 def build_micro_batch(
     samples: Sequence[Sample], indices: list[int], *, pack: bool, device: torch.device, share: bool = False
 ) -> MicroBatch:
-    """Return the micro-batch of these samples; with no samples, it trains on nothing.
-
-    Args:
-        share: whether neighbours with the same prompt share its tokens, in a packed row, and branches their first.
-    """
+    """Return the micro-batch of these samples; with no samples, it trains on nothing. `share`: whether neighbours with
+    the same prompt share its tokens, in a packed row, and branches their first."""
     if not indices:
         return _empty(samples[0], pack, device)
     chosen = [samples[index] for index in indices]

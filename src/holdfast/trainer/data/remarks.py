@@ -48,11 +48,7 @@ def lines_of(remarks: Remarks) -> list[str]:
 
 def tell(lines: Sequence[str], config: SftDataConfig, *, is_told: bool) -> None:
     """Report warnings, which the console and the report of the run show. Raise DataError if there are warnings, and
-    `data.strict` is set.
-
-    Args:
-        is_told: whether they are reported; ranks other than the first do not.
-    """
+    `data.strict` is set. `is_told`: whether they are reported; ranks other than the first do not."""
     if config.strict and lines:
         told = "\n       ".join(f"{config.name}: {line}" for line in lines)
         raise DataError(f"{told}\n       data.strict refuses such data: change the data, or take back data.strict.")
@@ -62,10 +58,7 @@ def tell(lines: Sequence[str], config: SftDataConfig, *, is_told: bool) -> None:
 
 def tell_samples(found: Iterable[tuple[str, int, int]], config: SftDataConfig, *, is_told: bool) -> None:
     """Do as `tell` with warnings about samples. Read the data again for the labels of rows, if there are warnings.
-
-    Args:
-        found: for each warning its text, how many samples it is about, and the place of the first one's row.
-    """
+    `found`: for each warning its text, how many samples it is about, and the place of the first one's row."""
     there = [(text, count, place) for text, count, place in found if count]
     if not there or not (is_told or config.strict):
         return

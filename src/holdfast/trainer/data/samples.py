@@ -59,11 +59,8 @@ def read_samples(
     config: SftDataConfig, tokenizer: Tokenizer, formats: tuple[Format, ...], *, mesh: Mesh | None
 ) -> tuple[Sequence[Sample], Format]:
     """Return the samples of all rows, in their order, and how the rows are written. Raise ConfigError or DataError if
-    the dataset is missing, lacks columns, or has a row that cannot be used.
-
-    Args:
-        mesh: the ranks, if there are several: all get all samples. Collective then.
-    """
+    the dataset is missing, lacks columns, or has a row that cannot be used. `mesh`: the ranks, if there are several:
+    all get all samples. Collective then."""
     files = find_files(config.name, key="data.name", split=config.split)
     is_main = mesh is None or mesh.is_main
     if is_main and files is None:
@@ -241,11 +238,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, *, end_token_ids: Sequence[int] = ()) -> Tokenizer:
     """Return the tokenizer that renders, tokenises and masks, with the tokens of `tokenizer`. Raise DataError if it is
-    not of the fast kind.
-
-    Args:
-        end_token_ids: tokens that end a turn, beside the end-of-text token.
-    """
+    not of the fast kind. `end_token_ids`: tokens that end a turn, beside the end-of-text token."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise DataError(
@@ -263,11 +256,7 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerBase, *, end_token_ids: Sequenc
 
 def refuse_other_tokens(name: str, tokenizer_name: str, *, key: str) -> None:
     """Refuse a model beside the policy to which the policy's token ids mean something else. Raise DataError if their
-    tokenizers differ.
-
-    Args:
-        name: of the model, the value of the setting `key`.
-    """
+    tokenizers differ. `name`: of the model, the value of the setting `key`."""
     theirs, ours = load_tokenizer(name).get_vocab(), load_tokenizer(tokenizer_name).get_vocab()
     differing = [token for token, number in ours.items() if theirs.get(token) != number]
     if differing:
@@ -339,11 +328,8 @@ def load_samples(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, mesh: Mesh | None = None
 ) -> tuple[Sequence[Sample], Sequence[Sample]]:
     """Return (training samples, validation samples), tokenised. Raise ConfigError or DataError if the dataset is
-    missing, lacks columns, or has a row that cannot be used.
-
-    Args:
-        mesh: the ranks, if there are several: all get all samples. Collective then.
-    """
+    missing, lacks columns, or has a row that cannot be used. `mesh`: the ranks, if there are several: all get all
+    samples. Collective then."""
     samples, _ = read_samples(config, chat_tokenizer(tokenizer), SAMPLE_FORMATS, mesh=mesh)
     lengths, first_targets = sizes_of(samples)
     is_too_long = lengths > config.seq_len

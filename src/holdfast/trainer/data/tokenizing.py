@@ -119,12 +119,9 @@ def tokenize_rows(rows: Rows, encode: Encode, config: SftDataConfig, *, is_told:
 def ordered_chunks(
     rows: Rows, encode: Encode, config: SftDataConfig, *, workers: int | None = None, is_told: bool = True
 ) -> Iterator[Chunk]:
-    """Yield all chunks in the order of the rows. At the end, raise ConfigError or DataError if rows cannot be used
-    and are not to be left out.
-
-    Args:
-        workers: processes; unset: `data.num_proc`, or one for each core that this process may run on.
-    """
+    """Yield all chunks in the order of the rows. At the end, raise ConfigError or DataError if rows cannot be used and
+    are not to be left out. `workers`: processes; unset: `data.num_proc`, or one for each core that this process may run
+    on."""
     places = range(-(-len(rows) // _CHUNK_ROWS))
     workers = min(workers or config.num_proc or available_cores(), len(places))
     progress = Counted("tokenising", len(rows), unit="rows", is_told=is_told)
@@ -471,11 +468,8 @@ def make_cached(
     directory: Path, chunks: Iterator[Chunk], *, format_place: int, is_current: Callable[[], bool]
 ) -> Iterator[Chunk]:
     """Write chunks to a new directory of the cache, give it its name at their end; yield each when it is written. Raise
-    OSError if it cannot be written; nothing is left of it.
-
-    Args:
-        is_current: asked at the end whether the data still has that name; if not, nothing is kept.
-    """
+    OSError if it cannot be written; nothing is left of it. `is_current`: asked at the end whether the data still has
+    that name; if not, nothing is kept."""
     atomic.make_directory(directory.parent)
     with scratch_directory(directory.parent) as scratch:
         temporary = scratch / directory.name

@@ -131,10 +131,7 @@ def forward_backward(
 class PretrainingMix:
     """Supervised samples beside the rollouts: PPO-ptx (Ouyang et al. 2022, "Training language models to follow
     instructions with human feedback"). Their order is a pure function of the seed and of how many updates there were.
-
-    Attributes:
-        fingerprint: of the samples.
-    """
+    `fingerprint`: of the samples."""
 
     def __init__(self, config: PretrainingConfig, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, *, seed: int) -> None:
         """Tokenise them. Collective."""
@@ -153,11 +150,7 @@ class PretrainingMix:
 
 
 class Learner:
-    """Trains the policy and the critic on one batch after another.
-
-    Attributes:
-        trained: rewards and advantages of the last batch.
-    """
+    """Trains policy and critic on one batch after another. `trained`: rewards and advantages of the last batch."""
 
     trained: TrainedRewards
 
