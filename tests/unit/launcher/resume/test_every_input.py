@@ -109,6 +109,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
         _NOTHING,
     ),
     "CkptConfig.keep_best": f"{_NOTHING}: which checkpoints stay",
+    "StopConfig.metric": f"{_NOTHING}: after which step the run ends",
     "CkptConfig.dir": f"{_NOTHING}: copies of checkpoints, which are verified when they are brought back",
     "SftDataConfig.cache_dir": f"{_NOTHING}: tokens are kept by all that they depend on",
 }  # fmt: skip
