@@ -87,6 +87,8 @@ PLACES: dict[str, str | tuple[str, ...]] = {
     # Programs of SLURM, whose failure of any kind is told before anything starts.
     "launcher/cluster/slurm.py _run": "test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",
     "launcher/cluster/slurm.py _submit": "test_slurm_job.py::test_a_job_is_submitted_with_what_the_user_has_set",
+    # The command that a notebook starts.
+    "runs.py Run._start.follow": "test_notebook.py::test_a_killed_notebook_continues_with_the_same_cells",
     # No new process: the launcher becomes another program.
     "launcher/launch.py _become": "test_server_choice.py::test_a_port_is_held_until_its_holder_is_killed",
 }  # fmt: skip
