@@ -10,6 +10,7 @@ process, after a save; the same call continues the run. `python -m holdfast.runs
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import json
 import os
@@ -136,7 +137,7 @@ class Run:
                 self._wait()
             raise
         process = self._process
-        if process is not None and 0 < process.returncode < 128:
+        if process is not None and process.returncode and process.returncode < 128:  # negative: killed
             lines = [*self._lines]
             at = max((place for place, line in enumerate(lines) if line.startswith("error: ")), default=0)
             raise RunFailed("\n".join(lines[at:]).removeprefix("error: "), process.returncode)
@@ -168,7 +169,8 @@ class Run:
             return
         if not holder.is_here:
             raise ConfigError(f"{self.path} is held by {holder}, out of reach from here: stop the run there")
-        os.kill(holder.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(holder.pid, number)
 
     def _start(self, words: list[str]) -> None:
         """Start the command `words` in a thread that lives as long as it: the kernel signals when the thread ends."""
@@ -189,7 +191,8 @@ class Run:
             assert self._process.stdout is not None
             for line in self._process.stdout:
                 self._lines.append(line.rstrip("\n"))
-                print(line, end="", flush=True)
+                with contextlib.suppress(OSError, ValueError):  # nobody reads any more: the run goes on
+                    print(line, end="", flush=True)
             self._process.wait()
 
         self._reader = threading.Thread(target=follow, name=f"holdfast {words[0]}", daemon=True)
@@ -282,7 +285,7 @@ def _plain(value: Any, key: str) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(one, f"{key}.{name}") for name, one in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(one, key) for one in value]
+        return [_plain(one, key) for one in (sorted(value) if isinstance(value, set) else value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if callable(value):

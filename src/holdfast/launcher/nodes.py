@@ -147,7 +147,7 @@ class Nodes:
         self._parallel, self._ours = parallel, registration
         self._lock = threading.Lock()
         self._nodes: dict[SocketChannel, Registration] = {}
-        self._placed: list[SocketChannel] = []
+        self._placed: list[tuple[SocketChannel, Registration]] = []
         self._words = LastWords(1)
         self._listener = Listener(server, self._register)
 
@@ -194,9 +194,10 @@ class Nodes:
     def is_placed(self) -> bool:
         """Whether there is a node for every trainer; further nodes wait until one is lost."""
         there, count = self._there(), self._parallel.nodes - 1
-        kept = [channel for channel in self._placed if channel in there]
+        kept = [channel for channel, _ in self._placed if channel in there]
         chosen = [*kept, *(channel for channel in there if channel not in kept)][:count]
-        self._placed = sorted(chosen, key=lambda one: (there[one].rank, there[one].holder.host))
+        chosen.sort(key=lambda one: (there[one].rank, there[one].holder.host))
+        self._placed = [(channel, there[channel]) for channel in chosen]
         return len(self._placed) == count
 
     def missing(self) -> str:
@@ -210,10 +211,9 @@ class Nodes:
     def hosts(self) -> dict[str, RemoteHost]:
         """Return the hosts of the trainers beside the head node's, by name."""
         names = trainer_names(self._parallel.nodes)[1:]
-        placed = [(self._nodes[channel], channel) for channel in self._placed]
         return {
             name: _NodeHost(node.name, node.holder.host, channel)
-            for name, (node, channel) in zip(names, placed, strict=True)
+            for name, (channel, node) in zip(names, self._placed, strict=True)
         }
 
     def environments(self) -> dict[str, dict[str, str]]:

@@ -144,10 +144,15 @@ class RunDir:
         self.given_up.touch()
 
     def early_end(self) -> int | None:
-        """The step at which the run ends before its last step, once that is decided, or None."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return int(checked.decode((self.path / EARLY_END_NAME).read_bytes())["step"])
-        return None
+        """The step at which the run ends before its last step, once that is decided, or None. Raise RunDirError if the
+        file that says so is damaged."""
+        path = self.path / EARLY_END_NAME
+        try:
+            return int(checked.decode(path.read_bytes())["step"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirError(f"{path} is damaged ({error}): remove the file, and the run decides again") from None
 
     def note_early_end(self, step: int | None) -> None:
         """Note at which step the run ends early; None: at its last step, as it was asked for."""

@@ -321,8 +321,8 @@ class Expression:
         """Return the value of the expression; `value` returns the value of a name. Raise ConfigError if it has none."""
         try:
             return self._of(self._tree, value)
-        except (TypeError, ZeroDivisionError, RecursionError) as error:
-            raise self._refused(str(error)) from None
+        except (TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
+            raise self._refused(str(error) or "too large") from None
 
     def _of(self, node: ast.expr, value: Callable[[str], Any]) -> Any:
         match node:

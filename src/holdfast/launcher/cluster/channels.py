@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import queue
 import socket
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -26,7 +28,7 @@ SILENT_S = 30.0
 """An agent or launcher that sends nothing through its socket for so long is lost."""
 PERIOD_S = 1.0
 _CLOSE_TIMEOUT_S = 10.0
-_GREETING_S = 5.0
+_GREETING_S, _PAUSE_S = 5.0, 0.2
 _MOST_BYTES = 1 << 20
 """The longest first line of an agent."""
 
@@ -230,8 +232,11 @@ class Listener:
         while True:
             try:
                 connection, _ = self._server.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):  # closed
+                    return
+                time.sleep(_PAUSE_S)  # such as too many open files
+                continue
             threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:

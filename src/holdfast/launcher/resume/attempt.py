@@ -54,16 +54,13 @@ class Fork:
 
 
 def find_fork(path: Path, run_dir: RunDir, *, how: Verification, async_level: int = 0) -> Fork:
-    """Return the checkpoint at `path`, verified.
+    """Return the checkpoint at `path`, verified. Raise CheckpointError if it is damaged, or not a checkpoint; the error
+    names the flag that fits. Raise ConfigError if it is of this run itself.
 
     Args:
         run_dir: the run that is to start from it.
         how: see `manifest.verify`.
         async_level: how many versions before the step an RL run needs.
-
-    Raises:
-        CheckpointError: it is damaged, or not a checkpoint; the error names the flag that fits.
-        ConfigError: it is of this run itself.
     """
     # Resolved: it may be a link into the run's own directory.
     directory = path.resolve()

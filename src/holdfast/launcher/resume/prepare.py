@@ -81,7 +81,10 @@ def prepare(
     again: bool = False,
     is_locked: bool = False,
 ) -> Attempt:
-    """Lock the run directory, decide where to start, and set aside what that supersedes.
+    """Lock the run directory, decide where to start, and set aside what that supersedes. Raise RunDirError if the
+    directory is in use, cannot be written, or holds a run that is finished or of other settings, without resume or
+    --clean. Raise ConfigError if options contradict each other. Raise CheckpointError if the step to resume from is
+    missing, damaged, or of another model. Raise ReadError if a file that decides about it cannot be read.
 
     Args:
         trainer: its `output_dir` is the run directory.
@@ -90,13 +93,6 @@ def prepare(
         orchestrator, inference: of RL runs; journaled batches are kept only if these settings still make them.
         again: this process has started the run before: continue from the newest checkpoint, or the beginning.
         is_locked: this process holds the lock already.
-
-    Raises:
-        RunDirError: the directory is in use, cannot be written, or holds a run that is finished or of other settings,
-            without resume or --clean.
-        ConfigError: options contradict each other.
-        CheckpointError: the step to resume from is missing, damaged, or of another model.
-        ReadError: a file that decides about it cannot be read.
     """
     run_dir = RunDir(trainer.output_dir)
     ckpt = trainer.ckpt or CkptConfig()
@@ -525,14 +521,12 @@ def _settle(
 
 
 def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sections: Mapping[str, Command]) -> None:
-    """Return if attempt `number` may continue the run in `run_dir`, and print that there is work of it.
+    """Return if attempt `number` may continue the run in `run_dir`, and print that there is work of it. Raise
+    RunDirError if the run is finished, or was started with settings that compute something else. Raise OSError or
+    ReadError if the files of the run cannot be read.
 
     Args:
         sections: settings of the processes of the run, by the names of their files.
-
-    Raises:
-        RunDirError: the run is finished, or was started with settings that compute something else.
-        OSError, ReadError: the files of the run cannot be read.
     """
     if not run_dir.has_work():
         return

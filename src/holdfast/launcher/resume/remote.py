@@ -25,7 +25,10 @@ def fetch(
     older_weights: int = 0,
     say: Callable[[str], None] = print,
 ) -> int | None:
-    """Bring the checkpoint that a resume wants onto this machine; return its step, None if nothing was needed.
+    """Bring the checkpoint that a resume wants onto this machine; return its step, None if nothing was needed. Raise
+    ConfigError if the URL cannot be used, or its driver is not installed. Raise RunDirError if `url` holds another run,
+    or this machine cannot store the checkpoint. Raise CheckpointError if the step is nowhere, or damaged. Raise
+    StorageError if the store cannot be used. Raise ReadError if a checkpoint here cannot be read; nothing replaces it.
 
     Called before the step to resume from is resolved. An empty directory becomes the directory of the run at `url`.
 
@@ -35,13 +38,6 @@ def fetch(
         how: how checkpoints here are checked. A download is checked fully.
         older_weights: for RL runs, how many versions before the step's version make the next batches.
         say: gets what is copied, and which steps were skipped and why.
-
-    Raises:
-        ConfigError: the URL cannot be used, or its driver is not installed.
-        RunDirError: `url` holds another run, or this machine cannot store the checkpoint.
-        CheckpointError: the step is nowhere, or damaged.
-        StorageError: the store cannot be used.
-        ReadError: a checkpoint here cannot be read; nothing replaces it.
     """
     remote = RemoteCheckpoints(url)
     steps = remote.steps()

@@ -40,7 +40,9 @@ def resolve_resume_step(
     say: Callable[[str], None] = print,
     again: bool = False,
 ) -> int | None:
-    """Return the verified step to resume from, or None for a fresh start.
+    """Return the verified step to resume from, or None for a fresh start. Raise CheckpointError if the step is missing,
+    damaged, or of another run; the error lists the others. Raise ReadError if the step cannot be read. An older one
+    does not replace it.
 
     Args:
         wanted: `ckpt.resume_step`: a step, `latest` or -1, `auto`, or None. `latest` and `auto` pass over damaged
@@ -48,10 +50,6 @@ def resolve_resume_step(
         how: `full` reads every byte; `size` compares sizes only.
         say: gets which steps were skipped and why.
         again: this process has started the run before, so pass over a step of another run that came meanwhile.
-
-    Raises:
-        CheckpointError: the step is missing, damaged, or of another run; the error lists the others.
-        ReadError: the step cannot be read. An older one does not replace it.
     """
     if wanted is None:
         return None

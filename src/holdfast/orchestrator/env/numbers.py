@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -56,7 +57,7 @@ _BETWEEN = re.compile(r"(?:[\s,;()\[\]{}$€£¥₹.%]|percent|\\boxed|\\text|\\
 _NO_BLANKS = "\u0900-\u0fff\u3000-\u9fff\uac00-\ud7af\uff00-\uffef"  # India to Tibet; China, Japan and Korea
 _BEFORE, _BEHIND = re.compile(rf"(?<=[>{_NO_BLANKS}])(?=[-+]?\.?\d)"), re.compile(rf"(?<=\d)(?=[<{_NO_BLANKS}])")
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?|-?\d+/\d+|-?\\[cdt]?frac.*")
-_MOST_DIGITS = 4000  # Python refuses integers of more digits
+_MOST_DIGITS, _MOST_EXPONENT = 4000, 900_000  # Python refuses integers of more digits, and Decimal larger exponents
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,10 @@ def same(first: Number, second: Number) -> bool:
 
 def is_near(first: Number, second: Number) -> bool:
     """Return whether two numbers are equal up to a millionth of the larger number."""
-    near = [math.isclose(float(left), float(right), rel_tol=1e-6) for left, right in _readings(first, second)]
-    return any(near) or same(first, second)
+    with suppress(OverflowError):  # a fraction beyond all floats
+        if any(math.isclose(float(left), float(right), rel_tol=1e-6) for left, right in _readings(first, second)):
+            return True
+    return same(first, second)
 
 
 def ends_with(numbers: Sequence[Number], right: Sequence[Number]) -> bool:
@@ -186,6 +189,8 @@ def _read(found: re.Match[str], *, in_brackets: bool, of_point: bool) -> list[Nu
         return [Number(tuple(int(part) for part in found["clock"].split(":")), is_percent, start, end)]
     top, bottom = (found["top"] or found["upper"] or found["over"], found["bottom"] or found["lower"] or found["under"])
     if top is not None:
+        if len(top + bottom + (found["whole"] or "")) > _MOST_DIGITS:
+            raise ValueError("more digits than Python writes")
         value = Fraction(int(found["whole"] or 0)) + Fraction(int(top), int(bottom))
         return [Number(-value if is_negative else value, is_percent, start, end)]
     if raised := found["power"] or found["raised"]:
@@ -207,7 +212,9 @@ def _read(found: re.Match[str], *, in_brackets: bool, of_point: bool) -> list[Nu
         digits = f"-{digits}" if is_negative and place == 0 else digits
         digits += f"e{exponent.translate(_SUPERSCRIPTS)}" if exponent and is_last else ""
         at, to = start if place == 0 else at, end if is_last else to
-        numbers.append(Number(Decimal(digits), is_percent and is_last, at, to))
+        if abs((value := Decimal(digits)).adjusted()) > _MOST_EXPONENT:
+            raise ValueError("beyond what Decimal computes with")
+        numbers.append(Number(value, is_percent and is_last, at, to))
     return numbers
 
 

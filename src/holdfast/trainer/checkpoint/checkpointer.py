@@ -225,15 +225,13 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         attachments: Mapping[str, Attachment] | None = None,
     ) -> None:
-        """Save the state as the checkpoint of `step`, after the end of an earlier save.
+        """Save the state as the checkpoint of `step`, after the end of an earlier save. Raise CheckpointError if `step`
+        is not an integer from 0, the state cannot be kept, or `check` found a difference. Raise SaveError if this save
+        (synchronous) or an earlier one (asynchronous) failed.
 
         Args:
             metrics: numbers of this step for the manifest. `Retention.keep_best` reads them.
             attachments: more files by their path in the checkpoint: the content, or a function that returns it.
-
-        Raises:
-            CheckpointError: `step` is not an integer from 0, the state cannot be kept, or `check` found a difference.
-            SaveError: this save (synchronous) or an earlier one (asynchronous) failed.
         """
         step = as_step(step)
         if self._thread is not None and self._thread.is_alive():

@@ -210,14 +210,12 @@ class Commit:
         name: str | None = None,
         stage: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda live: live,
     ) -> None:
-        """Write `tensors` and `snapshot` as one committed directory, `step_N` or `name`.
+        """Write `tensors` and `snapshot` as one committed directory, `step_N` or `name`. If it fails, raise SaveError
+        on every rank; nothing of the save is left. Raise RankLost if a rank ended meanwhile; the step is committed, or
+        nothing of it is left.
 
         Args:
             stage: makes the copy that is written.
-
-        Raises:
-            SaveError: on every rank; nothing of the save is left.
-            RankLost: a rank ended meanwhile; the step is committed, or nothing of it is left.
         """
         final = self._directory / (name or f"step_{snapshot.step}")
         temporary = final.with_name(f"{atomic.TEMPORARY_PREFIX}{final.name}")

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.orchestrator.env.jsonl import Jsonl, Question, contains, exact
 from holdfast.orchestrator.env.math_answers import MathAnswers
-from holdfast.orchestrator.env.numbers import number, numbers_alone, plain, read_numbers
+from holdfast.orchestrator.env.numbers import is_near, number, numbers_alone, plain, read_numbers
 
 FORMS = [
     ["-5", "\u22125", "\\(-5\\)", "$-5$", "\\boxed{-5}", "-5.0", "-5,0", "\u20135"],
@@ -69,6 +69,11 @@ def test_math_verify_reads_numbers_by_the_same_rule() -> None:
     assert [one for one in said[len(right + more) :] if one[2] != 0.0] == []
 
 
+def test_numbers_beyond_all_floats_are_compared() -> None:
+    long, other = (read_numbers("1" * 400 + end)[0] for end in ("/3", "2/3"))
+    assert is_near(long, long) and not is_near(long, other) and number("1" * 400 + "/3", "5") == 0.0
+
+
 @pytest.mark.parametrize(
     ("text", "values"),
     [
@@ -80,7 +85,7 @@ def test_math_verify_reads_numbers_by_the_same_rule() -> None:
         ("1,234,56", ["1", "234", "56"]),
         ("1.5,2.5", ["1.5", "2.5"]),
         ("v1.2.3", ["1", "2", "3"]),
-        ("1e99999999999999999999 and 1/0", []),
+        ("1e99999999999999999999 and 1/0, 10^5000000 %", []),
         ("5" * 5000, ["5" * 5000]),
         ("12/05/2024", ["12", "5", "2024"]),
     ],
