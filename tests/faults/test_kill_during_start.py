@@ -1,5 +1,6 @@
 """A launcher killed at any call that prepares the run directory loses nothing: the next start finds the same."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from holdfast.config import SftConfig
 from holdfast.launcher.resume.attempt import with_resume, write_config
 from holdfast.launcher.resume.prepare import prepare
 from holdfast.run.manifest import MANIFEST_NAME
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import RunDir, directory_name
 from holdfast.trainer.mesh import Mesh
 from tests.builders.checkpoint_files import contents
 from tests.conftest import ModelFactory
@@ -156,6 +157,8 @@ def test_killed_at_any_call_of_clean_no_rest_resumes(settings: dict[str, Any], f
         shutil.copytree(before, output)
         shutil.copytree(weights, tmp_path / f"{name} weights")
         (output / "weights").symlink_to(tmp_path / f"{name} weights")
+        identity = RunDir(output).identity() | {"directory": directory_name(RunDir(output))}  # else it is a copy
+        (output / "run.json").write_text(json.dumps(identity))
         return output
 
     undisturbed = copy("undisturbed")

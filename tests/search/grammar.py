@@ -32,6 +32,7 @@ def _features() -> list[Feature]:
 FEATURES = _features()
 REFUSED = {
     *((("schedule", "rounds"), ("async level", level)) for level in "01"),
+    (("schedule", "rounds"), ("dynamic sampling", "12")),
     *((("optimizer", "muon"), one) for one in (("lora", "2"), ("model", "adapter"))),
     (("transport", "collective"), ("lora", "2")),
     (("interval", "3"), ("evaluation", "beside")),

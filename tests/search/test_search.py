@@ -1,5 +1,6 @@
 """A few draws at night, and each case that was found once: the long form is `python -m tests.search`."""
 
+import contextlib
 import itertools
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from tests.search.__main__ import FOUND
 from tests.search.grammar import KILLS, Case, draws, every_pair
-from tests.search.runs import Player
+from tests.search.runs import Played, Player, Refused
 
 SEED = 20
 CASES = 18
@@ -18,7 +19,12 @@ CASES = 18
 @pytest.mark.launch
 def test_drawn_runs_keep_every_promise(tmp_path: Path) -> None:
     player = Player(tmp_path)
-    played = [player.play(case) for case in itertools.islice(draws(SEED), CASES)]
+    played: list[Played] = []
+    for case in draws(SEED):
+        with contextlib.suppress(Refused):  # by the dry run
+            played.append(player.play(case))
+        if len(played) == CASES:
+            break
     assert not [(one.case, str(finding)) for one in played for finding in one.findings]
     assert sum(len(one.hits) for one in played) >= CASES, "most faults must meet work"
 
