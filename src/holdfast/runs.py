@@ -191,7 +191,7 @@ class Run:
             assert self._process.stdout is not None
             for line in self._process.stdout:
                 self._lines.append(line.rstrip("\n"))
-                with contextlib.suppress(OSError, ValueError):  # nobody reads any more: the run goes on
+                with contextlib.suppress(OSError, ValueError):  # nobody reads any more: the run continues
                     print(line, end="", flush=True)
             self._process.wait()
 

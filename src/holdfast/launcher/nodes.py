@@ -316,14 +316,15 @@ class Follower:
                     raise ConfigError(
                         f"{host}:{port} is where another program answers: choose another --parallel.rdzv-endpoint"
                     ) from None
-                self._agent.end(_ENDING_S)
+                finally:  # whatever ended the connection
+                    self._agent.end(_ENDING_S)
+                    since = awake_s() if connection.was_heard else since
                 if words is not None:
                     code = msgspec.convert(words, LastWords).exit_code()
                     print(f"the head node ended the run with exit code {code}", flush=True)
                     return code
                 if connection.was_heard:  # else the head node is frozen
                     said = f"the head node, {host}, is lost: waiting for its command to be started again"
-                    since = awake_s()
                     print(said, flush=True)
             if awake_s() - since > (timeout_s := self._parallel.rdzv_timeout_s):
                 raise NodeLost(in_vain(timeout_s, said))

@@ -100,7 +100,7 @@ def test_ranks_of_an_outer_launcher_decide_the_order(commands: Commands) -> None
     until(lambda: len(head._there()) == 1)
     commands.node(1, parallel=three)
     until(head.is_placed)
-    assert [head._nodes[channel].rank for channel in head._placed] == [1, 2]
+    assert [node.rank for _, node in head._placed] == [1, 2]
 
 
 def test_a_node_runs_what_the_head_node_starts_with_its_own_environment(commands: Commands, tmp_path: Path) -> None:
@@ -239,16 +239,16 @@ def test_a_silent_node_is_lost_and_another_takes_its_place(
     head = commands.head()
     commands.node()
     until(head.is_placed)
-    (silent,) = head._placed
+    ((silent, _),) = head._placed
     process = head.host("trainer_1").start(SERVES, tmp_path / "a.log", {})
     until(lambda: process.pid)
     spare = commands.node()
     until(lambda: len(head._there()) == 2)
-    assert head.is_placed() and head._placed == [silent], "a node with a place keeps it"
+    assert head.is_placed() and head._placed[0][0] is silent, "a node with a place keeps it"
     silent.silent_s = -1.0  # type: ignore[misc]
     assert process.poll() == -signal.SIGKILL and "does not answer" in str(process.loss)
     until(head.is_placed)
-    assert head._placed != [silent] and not spare.done()
+    assert head._placed[0][0] is not silent and not spare.done()
     until(lambda: len(head._there()) == 2)  # it has ended its process, and come again
 
 
