@@ -30,8 +30,8 @@ _UNFINISHED = "\ufffd"
 
 
 def main(argv: list[str]) -> int:
-    """Talk until the end of the input; return 0. Raise ConfigError if there is no model at that place, or no run below
-    `outputs`. Raise DataError if the model cannot be loaded."""
+    """Talk until the end of the input; return 0. Raise ConfigError if the place holds neither a model nor a run.
+    Raise DataError if the model cannot be loaded."""
     arguments = parse(argv)
     name = weights_of(arguments.model or only_run("chat", argv))
     from holdfast.chat.tokenizer import load_tokenizer

@@ -43,8 +43,8 @@ def plain_value(value: float) -> float | int | None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return every complete line of a `metrics.jsonl`, or of the run in a directory. Raise DataError if there is no
-    such file, or a line is not JSON; the error names it."""
+    """Return every complete line of a `metrics.jsonl`, or of the run in a directory. Raise DataError if the file is
+    missing. Raise DataError that names the line if a line is not JSON."""
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
     if not path.exists():

@@ -144,8 +144,8 @@ class RunDir:
         self.given_up.touch()
 
     def early_end(self) -> int | None:
-        """The step at which the run ends before its last step, once that is decided, or None. Raise RunDirError if the
-        file that says so is damaged."""
+        """The step at which the run ends before its last step, once that is decided, or None. Raise RunDirError if
+        `early_end.json` is damaged."""
         path = self.path / EARLY_END_NAME
         try:
             return int(checked.decode(path.read_bytes())["step"])
