@@ -139,8 +139,9 @@ class Run:
         process = self._process
         if process is not None and process.returncode and process.returncode < 128:  # negative: killed
             lines = [*self._lines]
-            at = max((place for place, line in enumerate(lines) if line.startswith("error: ")), default=0)
-            raise RunFailed("\n".join(lines[at:]).removeprefix("error: "), process.returncode)
+            at = max((place for place, line in enumerate(lines) if line.startswith("error: ")), default=len(lines))
+            ended = f"the command ended with {process.returncode} (below 0: a signal); the same call continues the run"
+            raise RunFailed("\n".join(lines[at:]).removeprefix("error: ") or ended, process.returncode)
         return self
 
     def stop(self) -> Run:

@@ -1,6 +1,8 @@
 """The commands as functions of Python: which command line they stand for, and what they refuse before they start it."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -14,7 +16,7 @@ from holdfast.config import RlConfig, SftConfig
 from holdfast.config.load import parse_command_line
 from holdfast.orchestrator.env.reverse_text import ReverseText
 from holdfast.run.run_dir import RunDir
-from holdfast.runs import Rows, Run, _words
+from holdfast.runs import Rows, Run, RunFailed, _words
 from tests.unit.commands.test_rollouts_cli import publish
 
 
@@ -113,3 +115,12 @@ def test_a_run_that_exists_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"format": 1}))
     assert run.results == {"format": 1}
     assert run.wait() is run and run.stop() is run and isinstance(run, Run)
+
+
+def test_a_command_that_was_killed_is_a_failure(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+    run._process.kill()
+    with pytest.raises(RunFailed, match="ended with -9 .*continues the run") as caught:
+        run.wait()
+    assert caught.value.exit_code == -9
