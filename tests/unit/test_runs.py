@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -119,7 +118,7 @@ def test_a_run_that_exists_is_looked_at(tmp_path: Path) -> None:
 
 def test_a_command_that_was_killed_is_a_failure(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+    run._process = subprocess.Popen(["sleep", "infinity"], text=True)
     run._process.kill()
     with pytest.raises(RunFailed, match="ended with -9 .*continues the run") as caught:
         run.wait()
