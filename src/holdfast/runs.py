@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import inspect
 import json
 import os
 import signal
@@ -114,6 +113,8 @@ class Run:
         """Return answers of an RL run as `rollouts RUN` shows them, by field. Raise as that command."""
         from holdfast.view.answers import Choice, Expression, choose, find_batches, read_answers, text_of
 
+        if limit is not None and limit < 0:
+            raise ConfigError(f"limit: {limit} answers cannot be shown: give 0 or more, or None for all")
         choice = Choice(
             where=Expression(where, key="where") if where is not None else None,
             environment=environment,
@@ -282,7 +283,7 @@ def _words(kind: type[Any], key: str, value: Any) -> Iterator[str]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return a value for JSON: paths as text, functions and classes by their names, numbers of NumPy as Python's."""
+    """Return a value for JSON: paths as text, functions and classes by names, and what NumPy has as Python has it."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one, f"{key}.{name}") for name, one in value.items()}
     if isinstance(value, list | tuple | set):
@@ -291,8 +292,8 @@ def _plain(value: Any, key: str) -> Any:
         return os.fspath(value)
     if callable(value):
         return _name_of(value, key)
-    if not isinstance(value, str | int | float | bool | None) and hasattr(value, "item"):
-        return value.item()
+    if not isinstance(value, str | int | float | bool | None) and hasattr(value, "tolist"):
+        return value.tolist()
     return value
 
 
@@ -307,7 +308,7 @@ def _name_of(found: Callable[..., Any], key: str) -> str:
             f"{told}, and it is defined in the notebook or script itself. Move it into a file beside it, such as "
             f"mine.py, and give mine.{name} after `import mine` (in a notebook `%%writefile mine.py` writes the file)."
         )
-    there, own = module_file(module), inspect.getsourcefile(found)
+    there, own = module_file(module), getattr(sys.modules.get(module), "__file__", None)
     if there is None or own is None or not there.samefile(own):
         raise ConfigError(
             f"{told}, and '{module}' is not {own} for them: start Python in the directory of that file, or set "

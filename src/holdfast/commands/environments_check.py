@@ -71,7 +71,8 @@ def check(settings: EnvironmentConfig, *, num_tasks: int, seed: int, model: str 
         tell("scoring the answers of tasks")
         is_playable = bool(first.scores) and not first.failures
         solved = asyncio.run(solve(load(settings), request)) if is_playable else None
-        for number, hash_seed in enumerate(_hash_seeds()):
+        seeds = [seed for seed in _HASH_SEEDS if seed != os.environ.get("PYTHONHASHSEED")]
+        for number, hash_seed in enumerate(seeds[:3]):
             tell(f"in another process, {number + 1}")
             # Only the first of them plays, too.
             asked = request if number == 0 else msgspec.structs.replace(request, num_played=0)
@@ -99,10 +100,6 @@ async def _ask_here(settings: EnvironmentConfig, request: Request) -> tuple[Find
     again = await probe(environment, request)
     backwards = await probe(load(settings), msgspec.structs.replace(request, is_reversed=True))
     return first, {"made again": again, "made by a new object in another order": backwards}
-
-
-def _hash_seeds() -> list[str]:
-    return [seed for seed in _HASH_SEEDS if seed != os.environ.get("PYTHONHASHSEED")][:3]
 
 
 def _probe_in_process(request: Request, hash_seed: str) -> Findings:

@@ -142,7 +142,8 @@ def _screen(command: str, summary: str, sections: dict[str, dict[str, Any]], wid
             # For a section that is off, the defaults are the defaults of a bare `--section`.
             default = f" ({'off; ' if key in off else ''}{value})" if value else ""
             begin = f"{_INDENT}{_flag(key)}{default}"
-            lines.append(_cut(f"{begin:<46} {_first_sentence(one['text'])}", width))
+            told = one["text"].split(". ")[0].split("; ")[0].rstrip(".")
+            lines.append(_cut(f"{begin:<46} {told}", width))
     counts = [f"{name or '(top)'} {len(table['settings'])}" for name, table in sections.items() if name]
     lines += ["", "sections, with the number of their settings:"]
     lines += textwrap.wrap(
@@ -172,10 +173,6 @@ def _flag(key: str) -> str:
 
 def _plain(default: str) -> str:
     return default.strip('"')
-
-
-def _first_sentence(text: str) -> str:
-    return text.split(". ")[0].split("; ")[0].rstrip(".")
 
 
 def _cut(line: str, width: int) -> str:

@@ -311,7 +311,8 @@ class Follower:
                 return 128 + self._came[0]
             with suppress(OSError), self._connected() as connection:
                 try:
-                    words = serve(self._agent, connection.lines(self._came), connection.say)
+                    last = serve(self._agent, connection.lines(self._came), connection.say)
+                    words = msgspec.convert(last, LastWords | None)
                 except ValueError:
                     raise ConfigError(
                         f"{host}:{port} is where another program answers: choose another --parallel.rdzv-endpoint"
@@ -320,7 +321,7 @@ class Follower:
                     self._agent.end(_ENDING_S)
                     since = awake_s() if connection.was_heard else since
                 if words is not None:
-                    code = msgspec.convert(words, LastWords).exit_code()
+                    code = words.exit_code()
                     print(f"the head node ended the run with exit code {code}", flush=True)
                     return code
                 if connection.was_heard:  # else the head node is frozen

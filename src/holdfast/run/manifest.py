@@ -19,11 +19,13 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from holdfast.errors import CheckpointError, ReadError
+from holdfast.errors import CheckpointError, DataError, ReadError
 from holdfast.run import atomic
+from holdfast.run.data_files import find_files, format_of
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+ONE_OF = ", file "
 Verification = Literal["full", "size"]
 _NO_CHECKSUM = "0" * 32
 _READ_BYTES = 1 << 22
@@ -140,11 +142,16 @@ def content_digest(path: Path) -> str:
 
 
 def files_named_in(args: Mapping[str, Any], prefix: str = "args.") -> Iterator[tuple[str, Path]]:
-    """Yield where in `args` a file of this machine is named, at any depth, and the file."""
+    """Yield where in `args` a file of this machine is named, at any depth, and the file; or each file of rows of a
+    directory or glob."""
     for key, value in args.items():
         # Not by pathlib, which raises for a text that is too long for a name.
         if isinstance(value, str) and os.path.isfile(value):  # noqa: PTH113
             yield prefix + key, Path(value)
+        elif isinstance(value, str) and (os.path.isdir(value) or ("*" in value and format_of(Path(value)))):  # noqa: PTH112
+            with contextlib.suppress(DataError, ReadError):  # who loads the rows refuses them
+                for file in find_files(value, key=key) or ():
+                    yield f"{prefix}{key}{ONE_OF}{file.label}", file.path
         elif isinstance(value, Mapping):
             yield from files_named_in(value, f"{prefix}{key}.")
         elif isinstance(value, list):

@@ -40,6 +40,7 @@ _STATE = re.compile(r"(?:optim(?:izers?)?\.)?state\.(?P<place>.+)\.(?P<key>[^.]+
 _GROUP = re.compile(r"(?:optim(?:izers?)?\.)?param_groups\.(?P<place>.+)\.(?P<key>[^.]+)")
 _STATE_NAME = "trainer_state.json"
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".distcp")
 
 
 class _Line(TypedDict):
@@ -140,7 +141,9 @@ def read_foreign(directory: Path) -> ForeignState:
     if len({float(rate) for rate in rates}) > 1:
         raise CheckpointError(f"{directory}: its parameter groups have several learning rates, and a run has one")
     used += [_STATE_NAME, *_SCHEDULERS]
-    untold = [path.name for path in sorted(directory.iterdir()) if not _is_read(path.name, used)]
+    untold = [
+        path.name for path in sorted(directory.iterdir()) if not (path.name in used or path.name.endswith(_WEIGHTS))
+    ]
     return ForeignState(
         directory,
         weights,
@@ -150,10 +153,6 @@ def read_foreign(directory: Path) -> ForeignState:
         trainer,
         untold,
     )
-
-
-def _is_read(name: str, used: list[str]) -> bool:
-    return name in used or name.endswith((".safetensors", ".safetensors.index.json", ".distcp"))
 
 
 def _trainer_state(directory: Path) -> dict[str, Any]:

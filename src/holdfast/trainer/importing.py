@@ -262,16 +262,13 @@ def _fill_moments(
     masters = {names[place][MASTER]: weights[own] for own, place in places.items() if MASTER in names[place]}
     source.fill(masters)
     filled = {name: state[f"optim.{own}.{key}"] for own in places for key in MOMENTS for name in [f"{key} of {own}"]}
-    broken = [name for name, one in (filled | {own: weights[own] for own in places}).items() if not _is_finite(one)]
+    taken = filled | {own: weights[own] for own in places}
+    broken = [name for name, one in taken.items() if not local_part(one)[0].isfinite().all()]
     if broken:
         raise CheckpointError(
             f"{foreign.directory} has NaN or infinite numbers in {some(broken)}: give an earlier step"
         )
     return len(masters) == len(weights)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(local_part(tensor)[0].isfinite().all())
 
 
 def _compare(

@@ -375,4 +375,4 @@ def spread(answers: Sequence[Answer], count: int) -> list[Answer]:
     ordered = sorted(answers, key=lambda answer: answer.rollout.reward)
     if len(ordered) <= count:
         return ordered
-    return [ordered[round(place * (len(ordered) - 1) / (count - 1))] for place in range(count)]
+    return [ordered[round(place * (len(ordered) - 1) / max(1, count - 1))] for place in range(count)]

@@ -68,9 +68,12 @@ class LineChannel:
         """Called when the last line is sent."""
 
     def call(self, method: str, *arguments: Any) -> Any:
+        answer = self.post(method, *arguments)
         try:
-            return self.post(method, *arguments).result(CALL_TIMEOUT_S)
+            return answer.result(CALL_TIMEOUT_S)
         except TimeoutError:
+            if answer.done():  # the agent's own
+                raise
             raise self.lose() from None
 
     def post(self, method: str, *arguments: Any) -> Future[Any]:
@@ -132,7 +135,7 @@ class LineChannel:
         self._has_written()
 
     def _read(self, reader: IO[str]) -> None:
-        with suppress(OSError, ValueError), reader:
+        with suppress(OSError, ValueError, LookupError, TypeError), reader:  # or whoever sent it is no agent
             for line in reader:
                 self._heard_s = awake_s()
                 if line != "\n":

@@ -27,7 +27,7 @@ from holdfast.config.training import EvaluatedCommand, SupervisedCommand, Traini
 from holdfast.errors import CheckpointError, DataError, ReadError
 from holdfast.run import checked
 from holdfast.run.data_files import find_files
-from holdfast.run.manifest import content_digest, library_versions, read_manifest
+from holdfast.run.manifest import ONE_OF, content_digest, library_versions, read_manifest
 from holdfast.run.run_dir import INPUTS_NAME
 from holdfast.run.settings import file_of_object, files_of_environment, files_of_model, flat_settings
 
@@ -213,12 +213,16 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
 
 
 def changed_inputs(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return a line `name: old -> new` for each input that both have and that has changed, or file of a tokenizer."""
-    knows = all(any(name.startswith(_TOKENIZER) for name in known) for known in (now, before))
-    names = [*now, *(name for name in before if name not in now)]
-    both = [name for name in names if (name in now and name in before) or (knows and name.startswith(_TOKENIZER))]
+    """Return a line `name: old -> new` for each input that both have and that has changed, and for each file that has
+    come to a tokenizer or a directory or is gone from it."""
+    known = {_owner(name) for name in now} & {_owner(name) for name in before}
+    both = [name for name in dict.fromkeys((*now, *before)) if _owner(name) in known]
     pairs = [(name, before.get(name, "not there"), now.get(name, "not there")) for name in both]
     return [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
+
+
+def _owner(name: str) -> str:
+    return _TOKENIZER if name.startswith(_TOKENIZER) else name.partition(ONE_OF)[0]
 
 
 def change_training(changed: list[str]) -> bool:

@@ -114,7 +114,8 @@ def _refused(entry: Entry, wanted: int | str) -> CheckpointError:
 def _checked(run_dir: RunDir, wanted: int, steps: list[int], *, is_there: bool, how: Verification) -> int:
     if not is_there:
         raise CheckpointError(
-            f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {_listing(steps)}.{_nothing_there(steps)}"
+            f"ckpt.resume_step = {wanted} is not in {run_dir.checkpoints}: {_listing(steps)}."
+            + ("" if steps else " Leave --ckpt.resume-step out to start from scratch, or correct --output-dir.")
         )
     try:
         verify_checkpoint(run_dir.checkpoint(wanted), how=how, step=wanted, to_resume=True)
@@ -130,10 +131,6 @@ def _checked(run_dir: RunDir, wanted: int, steps: list[int], *, is_there: bool, 
 
 def _listing(steps: list[int]) -> str:
     return f"committed steps: {', '.join(map(str, steps))}" if steps else "it has no committed checkpoint"
-
-
-def _nothing_there(steps: list[int]) -> str:
-    return "" if steps else " Leave --ckpt.resume-step out to start from scratch, or correct --output-dir."
 
 
 def set_aside_damaged(run_dir: RunDir, attempt: int) -> list[tuple[Path, str]]:

@@ -266,7 +266,9 @@ def parse_qwen3_coder(text: str) -> list[ToolCall]:
         body = found[2]
         # Without this, each beginning after the last end would be searched to the end of the text.
         last = body.rfind(_PARAMETER_END) + len(_PARAMETER_END) if _PARAMETER_END in body else 0
-        arguments = {name: _without_line_breaks(value) for name, value in _PARAMETER.findall(body[:last])}
+        arguments = {
+            name: value.removeprefix("\n").removesuffix("\n") for name, value in _PARAMETER.findall(body[:last])
+        }
         rest = (_PARAMETER.sub("", body[:last]) + body[last:]).strip()
         error = f"this is not <parameter=name>value</parameter>: {rest[:80]}" if rest else ""
         calls.append(ToolCall(found[1].strip(), arguments, error, has_texts=True))
@@ -364,7 +366,3 @@ def _of_value(value: Any) -> ToolCall:
 
 def _without_thoughts(text: str) -> str:
     return text.rpartition("</think>")[2]
-
-
-def _without_line_breaks(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")

@@ -270,7 +270,7 @@ def plan_rows(
     else:
         groups = _in_order(len(lengths), rows_per_micro_batch, world_size)
     if world_size > 1:
-        together = sum if arrangement == "packed" else _padded
+        together = sum if arrangement == "packed" else lambda costs: len(costs) * max(costs)  # padded
         groups.sort(key=lambda group: -together([costs[index] for index in group]))  # equals keep their order
     return _dealt(groups, world_size)
 
@@ -379,10 +379,6 @@ def _in_order(num_samples: int, most: int, world_size: int) -> list[list[int]]:
 def _places(num_groups: int, num_samples: int, world_size: int) -> int:
     """Return how many micro-batches there are on all ranks in as many rounds as `num_groups` need."""
     return min(-(-num_groups // world_size) * world_size, num_samples)
-
-
-def _padded(costs: Sequence[float]) -> float:
-    return len(costs) * max(costs)
 
 
 def _dealt(groups: list[list[int]], world_size: int) -> list[list[list[int]]]:

@@ -8,6 +8,7 @@ import pytest
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError
+from holdfast.launcher.resume.config_diff import changed_inputs
 from holdfast.orchestrator.evaluation.results import claim_directory
 from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run import checked
@@ -75,6 +76,23 @@ def test_other_inputs_are_a_rewind_for_trackers(killed: RunDir, data: Path, caps
 def test_texts_that_are_no_paths_are_taken_for_none(data: Path) -> None:
     args = {"long": "x" * 300, "longer": "é" * 4000, "null": "a\0b", "empty": "", "path": str(data)}
     assert list(files_named_in(args)) == [("args.path", data)]
+
+
+@pytest.mark.parametrize("name", ["rows", "rows/*.jsonl"])
+def test_files_that_come_to_a_directory_of_rows_and_go_from_it_are_changes(name: str, tmp_path: Path) -> None:
+    def found() -> dict[str, str]:
+        return {key: content_digest(path) for key, path in files_named_in({"path": str(tmp_path / name)})}
+
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "rows/README.md").write_text("no rows")
+    before = found()
+    (tmp_path / "rows/b.jsonl").write_text('{"prompt": "b"}\n')
+    after = found()
+    key = f"args.path, file {'b.jsonl' if name == 'rows' else tmp_path / 'rows/b.jsonl'}"
+    assert changed_inputs(after, before) == [f"{key}: not there -> {after[key]}"]
+    assert changed_inputs(before, after) == [f"{key}: {after[key]} -> not there"]
+    assert changed_inputs(after, {}) == changed_inputs(after, after) == [], "another setting is told as a setting"
 
 
 def test_what_another_machine_has_otherwise_is_said_where_the_run_goes_on_from_a_store(
