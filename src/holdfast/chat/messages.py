@@ -108,11 +108,12 @@ def _checked_call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         function["arguments"] = {}
     elif isinstance(arguments, str):
-        parse_object(arguments, f"message {number}: the arguments of a tool call")
+        arguments = parse_object(arguments, f"message {number}: the arguments of a tool call")
     elif not isinstance(arguments, Mapping):
         raise DataError(
             f"message {number}: the arguments of a tool call must be a JSON object, got {_shown(arguments)}"
         )
+    _refuse_infinite(arguments, f"message {number}: the arguments of a tool call")
     return {**outer, "function": function}
 
 
@@ -135,10 +136,7 @@ def _without_legacy_call(message: dict[str, Any], number: int) -> dict[str, Any]
 
 def called(value: object, number: int) -> list[Any]:
     """Return the calls of a message whose content is a call, or a list of calls. Raise DataError if it is not JSON."""
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(f"message {number}: the value of a function_call is not JSON: {error}") from None
+    calls = parse_json(value, f"message {number}: the value of a function_call") if isinstance(value, str) else value
     return calls if isinstance(calls, list) else [calls]
 
 
@@ -171,27 +169,47 @@ def check_tools(value: object) -> list[Any] | None:
     tools = [parse_json(tool, "`tools`") if isinstance(tool, str) else tool for tool in tools]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"`tools` must be a list of JSON objects, got {_shown(value)}")
+    _refuse_infinite(tools, "`tools`")
     return tools or None
 
 
+def with_system(system: object, messages: Any) -> Any:
+    """Return the messages with those of a column `system` before them, unless they begin with that. Raise DataError if
+    they begin with something else."""
+    if system in (None, "") or not isinstance(messages, list):
+        return messages
+    first = messages[0] if messages else None
+    if not isinstance(first, Mapping) or first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content") != system:
+        raise DataError("the column `system` and the system message say different things. Remove one of them.")
+    return messages
+
+
 def parse_json(text: str, where: str) -> Any:
-    """Return what JSON `text` says. Raise DataError if it is not JSON."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}): {text[:80]!r}") from None
-
-
-def parse_object(text: str, where: str) -> dict[str, Any]:
-    """Return the JSON object that `text` says. Raise DataError if it is something else, or has a key twice."""
+    """Return what JSON `text` says. Raise DataError if it is not JSON, or has a key twice in one object."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        value = json.loads(text, object_pairs_hook=object_of, parse_constant=refuse)
+        return json.loads(text, object_pairs_hook=object_of, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} must be a JSON object ({error}), got {_shown(text)}") from None
+        raise DataError(f"{where}: this is not JSON ({error}): {text[:80]!r}") from None
+
+
+def _refuse_infinite(value: object, where: str) -> None:
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except (ValueError, RecursionError):
+        raise DataError(
+            f"{where}: NaN, Infinity and what is nested very deeply are not JSON, got {_shown(value)}"
+        ) from None
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """Return the JSON object that `text` says. Raise DataError as `parse_json`, and if it is something else."""
+    value = parse_json(text, where)
     if not isinstance(value, dict):
         raise DataError(f"{where} must be a JSON object, got {_shown(text)}")
     return value

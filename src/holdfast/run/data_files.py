@@ -149,9 +149,8 @@ def _files_of_glob(name: str, what: str) -> list[DataFile]:
 def _files_of_directory(path: Path, what: str, split: str | None) -> list[DataFile]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved_files(path, what, split)
-    card = path / "README.md"
-    if card.is_file() and b"data_files:" in card.read_bytes():
-        return _files_of_card(path, what, split)
+    if (path / "README.md").is_file() and (chosen := _of_card(path, what)) is not None:
+        return _files_of_card(path, chosen, what, split)
     files = _all_files(path, what)
     if not files:
         raise DataError(f"{what} holds no {WHAT_IS_READ}. Name a directory or a file with rows of these formats.")
@@ -253,8 +252,10 @@ def _json_of(path: Path, what: str) -> dict[str, Any]:
     return found
 
 
-def _files_of_card(path: Path, what: str, split: str | None) -> list[DataFile]:
-    """Return the files that README.md, the card of a data set of the hub, names for a split."""
+def _of_card(path: Path, what: str) -> Mapping[str, Any] | None:
+    """Return the configuration that README.md, the card of a data set of the hub, names; None without files of one."""
+    if b"data_files:" not in (path / "README.md").read_bytes():
+        return None
     from huggingface_hub import metadata_load
 
     try:
@@ -263,6 +264,8 @@ def _files_of_card(path: Path, what: str, split: str | None) -> list[DataFile]:
         raise DataError(f"{what}: the first lines of README.md are not YAML: {error}. Mend them.") from None
     every = card.get("configs")
     configs = [one for one in every if isinstance(one, Mapping)] if isinstance(every, list) else []
+    if not any("data_files" in one for one in configs):
+        return None
     chosen = [one for one in configs if one.get("default") or one.get("config_name") == "default"] or configs
     if len(chosen) != 1 or "data_files" not in chosen[0]:
         names = [str(one.get("config_name")) for one in configs]
@@ -270,15 +273,27 @@ def _files_of_card(path: Path, what: str, split: str | None) -> list[DataFile]:
             f"{what}: README.md has the configurations {names}, and none is the default. Choose files with a glob, "
             "such as 'rows/*.jsonl'."
         )
+    return chosen[0]
+
+
+def _files_of_card(path: Path, chosen: Mapping[str, Any], what: str, split: str | None) -> list[DataFile]:
+    """Return the files that a configuration of a card names for a split."""
     patterns: dict[str, list[str]] = {}
-    for name, pattern in _patterns(chosen[0]["data_files"]):
+    for name, pattern in _patterns(chosen["data_files"]):
         patterns.setdefault(name, []).append(pattern)
     if split is not None and split not in patterns:
         told = f"{what} has the splits {sorted(patterns)}.{nearest(split, patterns)}"
         raise DataError(f"data.split = '{split}': {told}")
     found: dict[Path, DataFile] = {}
     for pattern in [one for name, those in patterns.items() if split in (None, name) for one in those]:
-        matches = sorted(one for one in path.glob(pattern) if one.is_file())
+        whole = Path(str(chosen.get("data_dir") or ""), pattern)
+        if not pattern or whole.is_absolute() or ".." in whole.parts:
+            raise DataError(
+                f"{what}: README.md names the files {pattern!r}, which are not below its directory. Choose files with "
+                "a glob, such as 'rows/*.jsonl'."
+            )
+        names = sorted(glob.glob(str(whole), root_dir=path, recursive=True))  # noqa: PTH207 - it leaves out hidden files
+        matches = [path / one for one in names if (path / one).is_file() and not _cannot_hold_rows(path / one)]
         if not matches:
             raise DataError(f"{what} lacks {pattern}, which its README.md names. Download it again.")
         found |= {one: DataFile(one, one.relative_to(path).as_posix()) for one in matches}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,11 @@ NO_ARGUMENTS = FIRST_NAME_ONLY.replace("{{ m.tool_calls[0]", "{% for c in m.tool
         ("qwen3", asking(call("[1]")), "message 2: the arguments of a tool call must be a JSON object, got '\\[1\\]'"),
         ("qwen3", asking(call([1])), "message 2: the arguments of a tool call must be a JSON object"),
         ("qwen3", asking(call(json.dumps('{"a": 1}'))), "message 2: the arguments of a tool call must be a JSON"),
-        ("qwen3", asking(call('{"a": ')), "message 2: the arguments of a tool call must be a JSON object .Expecting"),
+        ("qwen3", asking(call('{"a": ')), "message 2: the arguments of a tool call: this is not JSON .Expecting"),
         ("qwen3", asking(call('{"a": 1, "a": 2}')), "the key 'a' occurs twice"),
         ("qwen3", asking(call('{"a": NaN}')), "NaN is not JSON"),
+        ("qwen3", asking(call({"a": [math.nan]})), "NaN, Infinity and .* are not JSON, got .*nan"),
+        ("qwen3", asking(call('{"a": 1e400}')), "NaN, Infinity and .* are not JSON, got .*inf"),
         (
             "qwen3",
             [USER, {"role": "user", "content": "", "function_call": {"name": "f"}}],

@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.config import InferenceConfig
 from holdfast.errors import ConfigError, DataError, ReadError
+from holdfast.run.data_files import find_files
 from holdfast.run.inputs import (
     ask_hub,
     check_data_path,
@@ -141,6 +142,28 @@ def test_a_directory_of_data_is_read_whole_or_refused_with_names(tmp_path: Path)
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: a\n  data_files: c.parquet\n---\n")
     check()
     assert "has the splits ['train']" in refusal(lambda: check("test"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ("  data_dir: deep\n  data_files: '*.csv'", ["deep/a.csv"]),
+        ("  data_files: deep/*", ["deep/a.csv"]),
+        ("  data_files: '**'", ["b.csv", "deep/a.csv"]),
+        ("  data_files: /etc/*.csv", "which are not below its directory"),
+        ("  data_files: ''", "which are not below its directory"),
+        ("", ["b.csv", "deep/a.csv"]),
+    ],
+)
+def test_files_are_those_that_a_card_names(entry: str, found: list[str] | str, tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("b.csv", "deep/a.csv", "deep/.hidden.csv"):
+        (tmp_path / name).write_text("text\nx\n")
+    (tmp_path / "README.md").write_text(f"---\nlicence: mit\nconfigs:\n- config_name: a\n{entry}\n---\n`data_files:`\n")
+    if isinstance(found, str):
+        assert found in refusal(lambda: find_files(str(tmp_path), key="data.name"))
+    else:
+        assert [file.label for file in find_files(str(tmp_path), key="data.name") or ()] == found
 
 
 def test_what_cannot_be_read_is_no_damage(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.chat.messages import as_dict
+from holdfast.chat.messages import as_dict, with_system
 from holdfast.chat.template import ChatMessage
 from holdfast.config.environments import JudgeConfig
 from holdfast.errors import ConfigError, DataError, nearest, shown
@@ -260,14 +260,22 @@ def _read_task(row: Row, prompt: str, answer: str, fields: Sequence[str] | None,
     of_judge = [name for name in fields or () if name not in ("completion", "prompt", "answer")]
     needed |= {name: f"`judge.prompt`, which has {{{name}}}" for name in of_judge}
     values = {column: _value(row, column, named_by, where) for column, named_by in needed.items()}
-    for column in ("tools", "documents", "chat_template_kwargs"):
+    for column in ("tools", "functions", "documents", "chat_template_kwargs"):
         if row.get(column) and column not in needed:
             raise DataError(
                 f"{where} has `{column}`, which prompts of rl do not take, so they would not be those of sft. Write "
                 "what the policy must see into the messages, and remove the column."
             )
     right = _answers(values[answer], answer, where) if answer in needed else ("",)
-    messages = _messages(values[prompt], f"{where}: '{prompt}'")
+    asked = values[prompt]
+    if row.get("system") and "system" not in needed:
+        try:
+            asked = with_system(
+                row["system"], [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            )
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+    messages = _messages(asked, f"{where}: '{prompt}'")
     value = values.get(answer)
     has_numbers = all(not isinstance(one, str) for one in (value if isinstance(value, list) else [value]))
     if fields is None and len(right) == 1 and not has_numbers:

@@ -5,13 +5,23 @@ docs/data.md describes them for users. To add one: its function here, and its li
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.chat.masking import Chat, Encoded, TrainOn, encode_chat, encode_completion, encode_text, options_of
-from holdfast.chat.messages import THOUGHTS, WEIGHTS, bare, called, check_tools, common_length, parse_json, squeezed
+from holdfast.chat.messages import (
+    THOUGHTS,
+    WEIGHTS,
+    bare,
+    called,
+    check_tools,
+    common_length,
+    parse_json,
+    squeezed,
+    with_system,
+)
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
@@ -144,10 +154,14 @@ def _refuse_for_text(row: Row, text: str = "") -> None:
 
 
 def _from_messages(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[Encoded]:
-    if row.get("messages") is None:
+    _refuse_absent(row, "messages")
+    return [_chat(row, with_system(row.get("system"), row["messages"]), tokenizer, train_on)]
+
+
+def _refuse_absent(row: Row, name: str) -> None:
+    if row.get(name) is None:
         there = ", ".join(f"`{name}`" for name, value in row.items() if value is not None)
-        raise DataError(f"it has no `messages`; it has {there or 'nothing else'}")
-    return [_chat(row, _with_system(row, row["messages"]), tokenizer, train_on)]
+        raise DataError(f"it has no `{name}`; it has {there or 'nothing else'}")
 
 
 def _answered(
@@ -167,7 +181,7 @@ def _answered(
                 "the prompt ends with a message of the assistant, and the answer begins with another. Join them into "
                 "one message of the answer."
             )
-        messages = _with_system(row, prompt + answer)
+        messages = with_system(row.get("system"), prompt + answer)
         return _chat(row, messages, tokenizer, train_on, first_trained=len(messages) - len(answer))
     kinds = " and ".join(_kind(value) for value in (prompt, answer))
     raise DataError(f"rows need {columns} (both text or both lists of messages), got {kinds}")
@@ -189,7 +203,7 @@ def _from_share_gpt(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[E
     if not isinstance(turns, list):
         raise DataError(f"`conversations` must be a list, got {turns!r:.80}")
     messages = [_share_gpt_message(turn, number) for number, turn in enumerate(turns, start=1)]
-    return [_chat(row, _with_system(row, messages), tokenizer, train_on)]
+    return [_chat(row, with_system(row.get("system"), messages), tokenizer, train_on)]
 
 
 def _share_gpt_message(turn: object, number: int) -> dict[str, Any]:
@@ -208,20 +222,9 @@ def _share_gpt_message(turn: object, number: int) -> dict[str, Any]:
     return {"role": _ROLES[said_by], "content": value, **rest}
 
 
-def _with_system(row: Row, messages: Any) -> Any:
-    """Return the messages with the column `system` before them, unless they begin with that."""
-    system = row.get("system")
-    if system in (None, "") or not isinstance(messages, list):
-        return messages
-    first = messages[0] if messages else None
-    if not isinstance(first, Mapping) or first.get("role") not in ("system", "developer"):
-        return [{"role": "system", "content": system}, *messages]
-    if first.get("content") != system:
-        raise DataError("the column `system` and the system message say different things. Remove one of them.")
-    return messages
-
-
 def _from_alpaca(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[Encoded]:
+    for name in ("instruction", "output"):
+        _refuse_absent(row, name)
     values = {name: "" if row.get(name) is None else row[name] for name in ("instruction", "input", "output", "system")}
     for name, value in values.items():
         if not isinstance(value, str):
@@ -235,7 +238,7 @@ def _from_alpaca(row: Row, tokenizer: Tokenizer, train_on: TrainOn) -> list[Enco
                 raise DataError(f"`history` must be a list of [instruction, output], got {turn!r:.80}")
             messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": values["output"]}]
-        return [_chat(row, _with_system(row, messages), tokenizer, train_on)]
+        return [_chat(row, with_system(row.get("system"), messages), tokenizer, train_on)]
     for name in ("system", "history"):
         if row.get(name):
             raise DataError(f"`{name}` needs a chat template, which this tokenizer does not have")
@@ -293,7 +296,7 @@ def _label(row: Row) -> float:
 
 def _margin(row: Row) -> float:
     margin = row.get("margin")
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= sys.float_info.max:
         raise DataError(f"`margin` must be a number in every row, since the first row has one, got {margin!r:.80}")
     return float(margin)
 

@@ -166,9 +166,12 @@ def test_jsonl_uses_every_row_once_per_epoch_in_a_new_order(tmp_path: Path) -> N
     assert [in_order.make_task(seed(n)).answer for n in range(8)] == ["0", "1", "2", "3", "4", "5", "6", "0"]
 
 
-def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "6 x 7"}]
-    path = write_rows(tmp_path / "rows.jsonl", {"question": chat, "right": 42}, "")
+@pytest.mark.parametrize("apart", [{}, {"system": "be brief"}])
+@pytest.mark.parametrize("question", ["6 x 7", [{"role": "user", "content": "6 x 7"}]])
+def test_jsonl_reads_messages_and_other_columns(question: Any, apart: dict[str, str], tmp_path: Path) -> None:
+    if not apart:
+        question = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "6 x 7"}]
+    path = write_rows(tmp_path / "rows.jsonl", {"question": question, "right": 42, **apart}, "")
     task = Jsonl(path, prompt="question", answer="right").make_task(seed(0))
     assert task.prompt == (Message("system", "be brief"), Message("user", "6 x 7"))
     assert task.answer == "42"
@@ -179,6 +182,7 @@ def test_jsonl_reads_messages_and_other_columns(tmp_path: Path) -> None:
     ([{"prompt": "q", "answr": "a", "id": 1}], "Columns there: prompt, answr, id"),
     (["{not json}"], "rows.jsonl:1 is not JSON"),
     ([{"prompt": "a", "answer": "b", "tools": [{"name": "f"}]}], "rows.jsonl:1 has `tools`, which prompts of rl"),
+    ([{**_ROW, "prompt": [{"role": "system", "content": "a"}], "system": "b"}], "rows.jsonl:1: the column `system`"),
     ([_ROW, [1, 2]], "rows.jsonl:2 is list, expected an object"),
     ([{"prompt": "q", "answer": [["a"]]}], "an answer in 'answer' is \\['a'\\], expected text or a number"),
     ([{"prompt": "q", "answer": {"truth": 4}}], "is an object.*such as 'answer.truth'"),

@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 
 from holdfast.chat.masking import Chat, encode_chat, encode_completion, encode_text
 from holdfast.chat.template import _tell_the_date
-from holdfast.chat.tokenizer import Tokenizer
+from holdfast.chat.tokenizer import Tokenizer, _warn_of_what_is_left_out
 from holdfast.config.training import SftDataConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.env.interface import Session
@@ -278,6 +278,7 @@ def test_a_turn_that_the_policy_closed_is_not_closed_again_and_what_closes_it_st
 
 
 def test_what_a_template_would_leave_out_of_a_session_is_refused_or_told(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_what_is_left_out.cache_clear()
     ours = chat_tokenizer(make_tokenizer("byte-level", _LLAMA_2, adds_bos=True))
     with pytest.raises(DataError, match="leaves out what messages of role `tool` say"):
         ours.continuation([{"role": "tool", "content": "It is 12."}], last_token_id=1)

@@ -287,20 +287,30 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path, cap
     ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
     ({"prompt": [USER], "completion": [USER, HELLO]}, "would come twice"),
     ({"conversations": {"from": "human"}}, "`conversations` must be a list, got {'from'"),
-    ({"conversations": [{"from": "function_call", "value": "{"}]}, "message 1: the value of a function_call is"),
+    ({"conversations": [{"from": "function_call", "value": "{"}]}, "message 1: the value of a function_call: this is"),
+    ({"conversations": [{"from": "function_call", "value": '{"a": 1, "a": 2}'}]}, "the key 'a' occurs twice"),
     ({"instruction": "x", "output": "y", "history": [["x"]]}, "`history` must be a list of [instruction, output]"),
     ({"messages": [USER, HELLO], "chat_template_kwargs": "x"}, "`chat_template_kwargs` must be an object, got 'x'"),
     ({"messages": [USER, {"role": "assistant", "content": 3}]}, "message 2: `content` must be text or a list of"),
     ({"messages": [USER, {**HELLO, "tool_calls": {"name": "f"}}]}, "message 2: `tool_calls` must be a list, got {"),
     ({"messages": [USER, HELLO], "tools": {"name": "f"}}, "`tools` must be a list of JSON objects, got {'name'"),
     ({"messages": [USER, HELLO], "tools": ["3"]}, "`tools` must be a list of JSON objects, got ['3']"),
-    ({"messages": [USER, HELLO], "tools": "{"}, "`tools` is not JSON"),
+    ({"messages": [USER, HELLO], "tools": "{"}, "`tools`: this is not JSON"),
+    ({"messages": [USER, HELLO], "tools": '[{"a": 1, "a": 2}]'}, "the key 'a' occurs twice"),
+    ({"messages": [USER, HELLO], "functions": '[{"a": 1, "a": 2}]'}, "the key 'a' occurs twice"),
     ({"messages": [USER, HELLO], "tools": [{"name": "f"}]}, "`tools`, which the chat template"),
     ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "`tools` goes with messages"),
 ])  # fmt: skip
 def test_rows_that_cannot_be_used(row: dict[str, Any], said: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     message = refused(write(tmp_path / "a.jsonl", [row]), tokenizer)
     assert "a.jsonl, row 1: " in message and said in message
+
+
+@pytest.mark.parametrize("missing", ["instruction", "output"])
+def test_later_rows_of_alpaca_need_what_the_first_has(missing: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    row = {"instruction": "a", "input": "b", "output": "c"}
+    said = refused(write(tmp_path / "a.jsonl", [row, {**row, missing: None}]), tokenizer)
+    assert f"a.jsonl, row 2: it has no `{missing}`; it has `" in said
 
 
 def test_calls_of_share_gpt_are_those_of_messages() -> None:

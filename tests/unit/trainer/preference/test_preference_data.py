@@ -98,7 +98,7 @@ def test_margins_are_read_by_who_asks_for_them(tmp_path: Path, tokenizer: Tokeni
     assert [pair.margin for pair in read(tmp_path, TEXTS, tokenizer, EITHER)] == [0, 0]
 
 
-@pytest.mark.parametrize("margin", [None, "1", True, float("nan"), float("inf")])
+@pytest.mark.parametrize("margin", [None, "1", True, float("nan"), float("inf"), 10**400])
 def test_margins_must_be_numbers(tmp_path: Path, tokenizer: Tokenizer, margin: Any) -> None:
     with pytest.raises(DataError, match="row 2: `margin` must be a number in every row"):
         read(tmp_path, [{**TEXTS[0], "margin": 1}, {**TEXTS[1], "margin": margin}], tokenizer, EITHER)
