@@ -93,8 +93,7 @@ def dispatch(argv: list[str]) -> int:
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Run one command; return its exit code. Raise HoldfastError for a mistake on the command line, or what stopped the
-    command."""
+    """Run one command; return its exit code. Raise HoldfastError for a mistake in its words, or what stopped it."""
     from importlib import import_module
 
     summary, function, configuration = COMMANDS[name]

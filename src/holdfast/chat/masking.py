@@ -83,8 +83,7 @@ class Encoded:
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
-    """Return plain text, all of it trained: BOS where the tokenizer begins a text so, the text, EOS. Neither is added
-    twice."""
+    """Return plain text, all trained: BOS where the tokenizer begins a text so, the text, EOS; none is added twice."""
     ids = _ended(tokenizer.text_prompt(text), tokenizer)
     remarks = () if text.strip() else (_EMPTY,)
     return Encoded(ids, [True] * len(ids), (*remarks, *_twice_ended(tokenizer, ids)))
@@ -535,8 +534,7 @@ def _nth(number: int) -> str:
 
 
 def options_of(value: object) -> dict[str, Any]:
-    """Return a column of variables for the template as a map, without null variables. Raise DataError if it is not a
-    map."""
+    """Return a column of variables for the template as a map, without nulls. Raise DataError if it is not a map."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

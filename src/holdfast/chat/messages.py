@@ -118,8 +118,7 @@ def _checked_call(call: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _without_legacy_call(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a message with OpenAI's older `function_call`, or of the role `function_call`, as one with
-    `tool_calls`."""
+    """Return a message with OpenAI's older `function_call`, or of that role, as a message with `tool_calls`."""
     if message["role"] == "function_call":
         calls, rest = called(message.get("content"), number), {"content": None}
     else:

@@ -187,8 +187,7 @@ class Tokenizer:
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a chat, up to the beginning of the assistant's turn. Raise ConfigError if the tokenizer has
-        no chat template; DataError if the template refuses the messages, or leaves out a tool call.
-        """
+        no chat template; DataError if the template refuses the messages, or leaves out a tool call."""
         text = self.render(messages, open_turn=True, tools=tools, options=options)
         chat = [as_dict(message) for message in messages]
 
@@ -317,8 +316,7 @@ class Tokenizer:
         self, messages: Sequence[Message | ChatMessage], *, open_turn: bool = True, tools: Sequence[Any] | None = None
     ) -> Around:
         """Return a chat up to the end of a turn of the assistant's, and what follows it: `messages`, and the next turn.
-        Raise DataError if the template refuses the messages.
-        """
+        Raise DataError if the template refuses the messages."""
         chat = [Message("user", "."), Message("assistant", _MARKER), *messages]
         before, marker, after = self.render(chat, open_turn=open_turn, tools=tools).partition(_MARKER)
         return Around(before + marker, after)
@@ -392,8 +390,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of a local directory or of a model on the hub. Raise ConfigError if the directory or model
-    does not exist, or has no `tokenizer.json`; DataError if one of its files is damaged.
-    """
+    does not exist, or has no `tokenizer.json`; DataError if one of its files is damaged."""
     files = tokenizer_files(name)
     if "tokenizer.json" not in files:
         raise ConfigError(

@@ -120,8 +120,7 @@ def check_calls_written(messages: Sequence[Mapping[str, Any]], render: Render, t
 
 def is_value_written(value: Any, put: Callable[[Any], Any], render: Callable[[Any], str], text: str) -> bool:
     """Whether another value in the place of `value` changes the `text`. `put`: returns what `render` takes, with a
-    value in that place.
-    """
+    value in that place."""
     other: Any
     if isinstance(value, bool):
         other = not value

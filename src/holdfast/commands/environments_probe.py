@@ -100,8 +100,7 @@ def digest_of(value: Any) -> str:
 
 
 def canonical(value: Any, *, depth: int = 0) -> str:
-    """Return text that is equal for equal values, whatever the order of sets and mappings, and their place in
-    memory."""
+    """Return text that is equal for equal values, whatever the order of sets and mappings and their place in memory."""
     if depth > _DEEPEST:
         return "..."
     kind = type(value).__qualname__

@@ -85,8 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments: `command`, `run`, `json`, and what the subcommand takes. Raise ConfigError for an
-    unusable flag."""
+    """Return the arguments: `command`, `run`, `json`, and what the subcommand takes. Raise ConfigError for others."""
     subcommands = RunSubcommands("rollouts", "Look into the rollouts that an rl run trains on.", _EPILOG)
     read_parser = subcommands.add("read", "Read answers: prompt, answer, right answer, reward, advantage.")
     read_parser.add_argument("steps", nargs="*", metavar="STEPS", help="the newest batch if unset")

@@ -296,8 +296,7 @@ class EnvironmentConfig(Section):
 
     def at_levels(self, key: str) -> "dict[str, EnvironmentConfig]":
         """Return the settings of every level of the curriculum, or these without one, by the dotted key of each. `key`:
-        dotted key of these settings.
-        """
+        dotted key of these settings."""
         if self.curriculum is None:
             return {key: self}
         return {

@@ -104,8 +104,7 @@ class EvaluateConfig(Command):
 
 def check_server(inference: InferenceConfig, *, seq_len: int) -> None:
     """Refuse a server that is not the one server of an evaluation, serves another model, or has too short sessions.
-    Raise ValueError if it is.
-    """
+    Raise ValueError if it is."""
     for name in ("name", "load"):
         if getattr(inference.model, name) != type(inference.model).model_fields[name].default:
             raise ValueError(

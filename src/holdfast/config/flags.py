@@ -76,8 +76,7 @@ class Flag:
 
     def value_of(self, text: str, name: str) -> Any:
         """Return the value of a text as far as the type is not needed, as pydantic reads numbers. `name`: the flag or
-        variable as it was given, for the error. Raise ConfigError if the setting takes JSON and the text is none.
-        """
+        variable as it was given, for the error. Raise ConfigError if the setting takes JSON and the text is none."""
         if text == "null" and type(None) in typing.get_args(self.annotation):
             return None
         if self.chooser is not None and not text.startswith("{"):

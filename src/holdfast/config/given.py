@@ -22,8 +22,7 @@ _SECTION = '[[{key}]] with an `id` in a file, or --{flag} \'[{{"id": "NAME"}}]\'
 
 
 def check_given(command: str, config: Command) -> None:
-    """Check that a command has its model, data and environments. Raise ConfigError, with how to give the missing
-    ones."""
+    """Check that a command has its model, data and environments. Raise ConfigError, with how to give them."""
     if isinstance(config, SupervisedCommand) and {"max_steps", "epochs"} <= config.model_fields_set:
         raise ConfigError(
             f"max_steps = {config.max_steps} and epochs = {config.epochs:g} both say how long to train: give one of "

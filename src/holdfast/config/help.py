@@ -44,8 +44,7 @@ def is_asked(argv: Sequence[str]) -> bool:
 
 def text(command: str, summary: str, argv: Sequence[str]) -> str:
     """Return the help that `argv` asks for. `summary`: what the command does, in a sentence. Raise ConfigError if no
-    section has that name.
-    """
+    section has that name."""
     sections = _sections(command)
     width = min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)
     if "--help-all" in argv:

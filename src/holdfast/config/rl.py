@@ -209,8 +209,7 @@ def hand_down_shared(config: RlConfig) -> RlConfig:
 
 
 def _check_ports(config: RlConfig) -> None:
-    """Refuse one port for the live page and for a server that was given its own port; a server that picks a port takes
-    another."""
+    """Refuse one port for the live page and for a server that was given it; a server that picks takes another."""
     server, dashboard = config.inference.server, config.trainer.dashboard
     is_here = config.cluster is None and config.slurm is None
     if dashboard is None or not is_here or "port" not in server.model_fields_set:

@@ -372,8 +372,7 @@ _SINGLE_TURN = ("reverse_text", "jsonl")
 
 def check_rewards(trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
     """Refuse what would come out in the middle of a run, or have no effect. Raise ConfigError that says what, and what
-    to change.
-    """
+    to change."""
     _check_environments(trainer, orchestrator)
     _check_group_size(trainer, orchestrator)
     _check_dynamic_sampling(trainer, orchestrator)

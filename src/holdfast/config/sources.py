@@ -118,8 +118,7 @@ def _root_of(command: type[Command]) -> type[BaseSettings]:
 
 
 class _Source(PydanticBaseSettingsSource):
-    """Leaves out a setting if a higher source has its alternative. `taken`: the values that the library took from this
-    source."""
+    """Leaves out a setting if a higher source has its alternative. `taken`: what the library took from this source."""
 
     taken: Mapping[str, Any] = {}
 

@@ -286,8 +286,7 @@ class OptimConfig(Section):
 
     def check_warmup(self, max_steps: int, section: str) -> None:
         """Check that warm-up ends before the schedule does. Raise ValueError if it does not; the message names settings
-        as settings of `section`.
-        """
+        as settings of `section`."""
         end, name = max_steps, "max_steps"
         if self.schedule_steps is not None:
             end, name = self.schedule_steps, f"{section}.schedule_steps"
@@ -296,8 +295,7 @@ class OptimConfig(Section):
 
     def check_schedule(self, section: str) -> None:
         """Check that a rate with an end falls. Raise ValueError if it is constant; the message names settings as
-        settings of `section`.
-        """
+        settings of `section`."""
         if self.schedule == "constant" and self.min_lr_ratio:
             raise ValueError(
                 f"{section}.min_lr_ratio = {self.min_lr_ratio:g} has no effect with {section}.schedule = 'constant': "
@@ -397,8 +395,7 @@ class TrainingCommand(Command):
 
     def settle_rates(self, kept: Mapping[str, Any]) -> None:
         """Fill in, in place, what is unset of the learning rate and its schedule; what was given stays. `kept`: the
-        same settings of the resumed run, which come first.
-        """
+        same settings of the resumed run, which come first."""
         given = set(self.optim.model_fields_set)
         values = {"lr": OptimConfig.model_fields["lr"].default, **self.rates}
         if self.model.lora is not None:

@@ -96,8 +96,7 @@ class _Server(uvicorn.Server):
 
 def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None = None) -> int:
     """Serve the run `owner`, or any run, until asked to stop; return the exit code. Raise ConfigError if vLLM refuses
-    an argument, or another server took the port meanwhile; InferenceError if the engine did not start.
-    """
+    an argument, or another server took the port meanwhile; InferenceError if the engine did not start."""
     device = "cpu" if current_platform.is_cpu() else "cuda"
     args = parse_arguments(vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir, device))
     # Until the loop runs, the engine ends with this process. The launcher ends servers by SIGTERM: never ignored.
@@ -243,8 +242,7 @@ async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
 
 async def _check_first_token(engine: AsyncLLM) -> None:
     """Generate one token: an engine that cannot run this model must fail before the first client. Raise InferenceError
-    if the engine failed by itself, and would fail again; EngineDeadError if something killed the engine.
-    """
+    if the engine failed by itself, and would fail again; EngineDeadError if something killed the engine."""
     try:
         await _while_alive(engine, generate_one_token(engine))
     except (EngineDeadError, EngineGenerateError) as error:

@@ -52,8 +52,7 @@ class Incoming:
     @classmethod
     def join(cls, wanted: Transfer, *, rank: int, architecture: Architecture, device: torch.device) -> Incoming:
         """Return the version that is offered, once all members are there. `rank`: of the worker within its engine.
-        Raise DataError if nobody offers it any more, it does not fit the model, or a member did not come.
-        """
+        Raise DataError if nobody offers it any more, it does not fit the model, or a member did not come."""
         # For groups of NCCL from now on: a lost member is an error of `wait`. Else torch ends the whole process.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         joined: Future[Incoming] = Future()
@@ -99,8 +98,7 @@ class Incoming:
 
     def receive(self, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor by name, `checked`. The last one comes before the digest is compared. Raise TransferError
-        if the bytes stopped, or have another digest; DataError if a tensor is not finite.
-        """
+        if the bytes stopped, or have another digest; DataError if a tensor is not finite."""
         fetching = threading.Thread(target=self._fetch, name="weights", daemon=True)
         fetching.start()
         try:

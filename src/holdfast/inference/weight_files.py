@@ -413,8 +413,7 @@ def _adapted(
     directory: Path, tensors: dict[str, torch.Tensor], base: BaseWeights, *, renamed: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
     """Return the matrices that the factors in `tensors` change, in float32, by their names in `base`. `renamed`: name
-    in the adapter -> name in `base`, if they differ. Shape legend: O outputs and I inputs of a linear layer, R rank.
-    """
+    in the adapter -> name in `base`, if they differ. Shape legend: O outputs and I inputs of a linear layer, R rank."""
     scaling = read_scaling(directory)
     factors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
     matrices = adapted_matrices(factors)

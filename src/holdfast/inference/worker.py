@@ -174,8 +174,7 @@ class PolicyWorker:
 
     def stage_weights(self, location: str, version: int, transfer: str | None = None) -> StageResult | None:
         """Read and check the weights of `version` in a thread; None if that takes long: see `staged_weights`.
-        `transfer`: JSON of a `Transfer`, which the thread joins instead.
-        """
+        `transfer`: JSON of a `Transfer`, which the thread joins instead."""
         if self._staging is not None:
             self._staging.exception()  # wait until an abandoned update has ended
         self._staging = Future()

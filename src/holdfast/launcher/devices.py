@@ -93,8 +93,7 @@ def this_machine(inventory: Inventory) -> Machine:
 
 def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "parallel") -> tuple[Gpu, ...]:
     """Return the GPUs that a trainer may use; none: the CPU. `key`: of `parallel`, for messages. Raise ConfigError if
-    the installed PyTorch cannot use the GPUs, or there are none for `device = 'cuda'`.
-    """
+    the installed PyTorch cannot use the GPUs, or there are none for `device = 'cuda'`."""
     if parallel.device == "cpu":
         return ()
     inventory = machine.inventory
@@ -310,8 +309,7 @@ def settings_of_run(config: TrainingCommand, *, clean: bool) -> dict[str, Any]:
 
 def keep_picks(config: TrainingCommand, before: Mapping[str, Any]) -> None:
     """Set, in place, what the run picked to fit its GPU, unless the user sets it; print a line for each setting.
-    `before`: the result of `settings_of_run`.
-    """
+    `before`: the result of `settings_of_run`."""
     if not isinstance(config, TrainerConfig):
         return
     config.picked = [key for key in before.get("picked", ()) if key in PICKABLE]
@@ -323,8 +321,7 @@ def keep_picks(config: TrainingCommand, before: Mapping[str, Any]) -> None:
 
 def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: bool) -> dict[str, Any]:
     """Return the optimizer's settings of the checkpoint that `config` continues from, else of the last attempt.
-    `before`, `clean`: the result and the argument of `settings_of_run`.
-    """
+    `before`, `clean`: the result and the argument of `settings_of_run`."""
     run_dir, wanted = RunDir(config.output_dir), config.ckpt.resume_step if config.ckpt else None
     steps = [] if clean or run_dir.is_being_removed() else run_dir.steps_there()
     for step in [wanted] if isinstance(wanted, int) and wanted in steps else reversed(steps):

@@ -61,8 +61,7 @@ class PlannedEngine:
 
     def room(self, found: Forecast, card: float) -> tuple[float, float, float]:
         """Return the bytes of weights on each GPU of an engine; what is then left beside its longest session, below 0
-        if that does not fit; and the bytes of such a session. `card`: bytes of each GPU.
-        """
+        if that does not fit; and the bytes of such a session. `card`: bytes of each GPU."""
         weights, session = self.size.needs(found.step)
         return weights, self.share * card - weights - RUNNING_BYTES - session, session
 
@@ -94,8 +93,7 @@ def load_of(config: OrchestratorConfig) -> Load:
 
 def forecast_alone(config: TrainingCommand | RlConfig) -> int:
     """Print the forecast for GPUs that `parallel.card_gb` describes, from config.json only; return the exit code. Raise
-    ConfigError if the step does not fit; DataError if config.json is missing, or the model cannot be trained.
-    """
+    ConfigError if the step does not fit; DataError if config.json is missing, or the model cannot be trained."""
     trainer = config.trainer if isinstance(config, RlConfig) else config
     assert trainer.parallel.card_gb is not None
     check_model_path(trainer.model.name, key="model.name")
@@ -243,8 +241,7 @@ def tell_forecast(
     config: TrainingCommand, load: Load, card: float | None, *, prefix: str = "", engine: PlannedEngine | None = None
 ) -> None:
     """Print what a step needs on each rank, beside what its GPU has, or why it cannot be driven. `card`: bytes of each
-    GPU; None: not known. Raise ConfigError with ways out if something does not fit.
-    """
+    GPU; None: not known. Raise ConfigError with ways out if something does not fit."""
     if engine is None or engine.found is None:
         print("planning a step (a minute for a large model)", flush=True)
     for line in _plan_lines(config, load, card, prefix=prefix, engine=engine):

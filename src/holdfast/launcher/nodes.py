@@ -140,8 +140,7 @@ class _NodeHost(RemoteHost):
 
 class Nodes:
     """The nodes of a run, at the head node: places for its trainers, as `Cluster`; a context manager. `registration`:
-    of the head node, with which the registrations of the others must agree.
-    """
+    of the head node, with which the registrations of the others must agree."""
 
     def __init__(self, server: socket.socket, parallel: ParallelConfig, registration: Registration) -> None:
         self._parallel, self._ours = parallel, registration

@@ -36,8 +36,7 @@ class Outer:
 
 def with_outer_nodes(config: T, environment: Mapping[str, str]) -> tuple[T, int | None]:
     """Return `config` with the nodes of an outer launcher, if there is one, and the rank of this node among them. Raise
-    ConfigError if the environment is incomplete or contradicts the settings, or several nodes have no address.
-    """
+    ConfigError if the environment is incomplete or contradicts the settings, or several nodes have no address."""
     outer, parallel = outer_nodes(environment), config.parallel
     if outer is not None and outer.nodes > 1:
         if "nodes" in parallel.model_fields_set and parallel.nodes != outer.nodes:
@@ -76,8 +75,7 @@ def _check_endpoint(outer: Outer) -> None:
 
 def outer_nodes(environment: Mapping[str, str]) -> Outer | None:
     """Return what an outer launcher says, if this command was started by one. Raise ConfigError if it starts several
-    processes on a node, or a variable of it is missing, not a number or too large.
-    """
+    processes on a node, or a variable of it is missing, not a number or too large."""
     if "TORCHELASTIC_RUN_ID" in environment:
         name = "torchrun"
         host, (rank, nodes, per_node, port) = _values(

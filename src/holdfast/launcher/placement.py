@@ -69,8 +69,7 @@ class ClusterPlacement:
 
     def tell_address(self, name: str, config: InferenceConfig) -> None:
         """Write into the configuration of one server where it listens. Raise ConfigError if other machines can reach
-        it, and it has no admin token.
-        """
+        it, and it has no admin token."""
         host, server = self.cluster.host(name), config.server
         if not ipaddress.ip_address(host.address).is_loopback and read_admin_token(server.admin_token_env) is None:
             raise ConfigError(

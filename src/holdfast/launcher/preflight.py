@@ -379,8 +379,7 @@ def _memory(config: TrainingCommand, parameters: int) -> str:
 
 def check_functions(config: TrainerConfig) -> None:
     """Load the loss and the advantages of the user; the launcher has a child do it: `python -m` this module. Raise
-    ConfigError if a function cannot be loaded, or does not take `loss.args`.
-    """
+    ConfigError if a function cannot be loaded, or does not take `loss.args`."""
     for name in config.advantages:
         if ":" in name:
             load_function(name, key="advantage")

@@ -62,8 +62,7 @@ class RestartLimit:
 
     def comes_again(self, name: str, failure: str | None, *, step: int) -> bool:
         """Note a death of process `name`; return whether it died of the same `failure` before, at the same step.
-        `failure`: None if only the death itself is known, which counts as another failure.
-        """
+        `failure`: None if only the death itself is known, which counts as another failure."""
         before, self._failures[name] = self._failures.get(name), (failure, step)
         return failure is not None and before == (failure, step)
 
@@ -104,8 +103,7 @@ class RestartLimit:
 
 class StorageBackoff:
     """Decides when to try a failed storage again, and when to give up. `timeout_s`: give up after failing for this long
-    without training a new step; 0: at once.
-    """
+    without training a new step; 0: at once."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -213,8 +211,7 @@ def how_it_ended(child: Child) -> str:
 
 def death_of(child: Child, *, stuck: str | None, restarts: RestartLimit) -> ProcessDied:
     """Return the error that ends a run because of `child`, with its exit code. `stuck`: the work without progress, if
-    the process was killed because of it.
-    """
+    the process was killed because of it."""
     reason, failure, how = child.error, engine_failure_of(child), how_it_ended(child)
     log = f"\n       log: {child.log}"
     if failure is not None:

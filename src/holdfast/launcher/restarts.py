@@ -55,8 +55,7 @@ T = TypeVar("T")
 
 def watch(plan: Plan, healing: RestartPolicy | None = None) -> int:
     """Run the processes of `plan` to their end; return the exit code. `healing`: unset: the first death ends the run.
-    Raise ProcessDied if a process died and was not to be started again.
-    """
+    Raise ProcessDied if a process died and was not to be started again."""
     make_output_lossy()
     run_dir = plan.attempt.run_dir
     timeout_s = healing.heartbeat_timeout_s if healing else math.inf

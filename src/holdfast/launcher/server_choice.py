@@ -74,8 +74,7 @@ def reserve(host: str, port: int) -> Reservation | None:
 
 def reserve_first_free(host: str, first: int, *, count: int = 1) -> list[Reservation]:
     """Reserve the first `count` free ports in a row from `first` on. Raise ConfigError if there are none among
-    `NUM_CANDIDATES`.
-    """
+    `NUM_CANDIDATES`."""
     last = min(first + NUM_CANDIDATES + count - 2, 65535)
     held: list[Reservation] = []
     for port in range(first, last + 1):
@@ -279,8 +278,7 @@ class _ServerChoice:
 
     def _use(self, address: str, *, anyones: bool) -> str | None:
         """Claim the server at `address` and return its model; None if nobody listens. `anyones`: the user named it;
-        otherwise it must be a server of the same user. Raise _Taken if the server belongs to another run.
-        """
+        otherwise it must be a server of the same user. Raise _Taken if the server belongs to another run."""
         served = _look(address)
         if served is None:
             return None

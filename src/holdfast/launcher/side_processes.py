@@ -36,8 +36,7 @@ _REFUSED = 2
 
 def check_outputs(config: TrainingCommand) -> None:
     """Check that the trackers of the settings are installed, and that the port of the live page is free. Raise
-    ConfigError that names the remedy.
-    """
+    ConfigError that names the remedy."""
     backends = config.tracking.backends if config.tracking is not None else []
     for name in backends:
         if name in BUILT_IN:
@@ -157,8 +156,7 @@ class SideProcesses:
         self._waits_s = min(self._waits_s, _STOPPING_S)
 
     def end(self) -> None:
-        """Let every tracker send the rest, with one retry; warn about trackers that are too slow. A signal to stop ends
-        the wait."""
+        """Let every tracker send the rest, with one retry; warn about slow trackers. A signal to stop ends the wait."""
         deadline = time.monotonic() + self._waits_s
         for side in self._processes:
             if side.process is None and side.starts_at is not None:  # it was to be started again

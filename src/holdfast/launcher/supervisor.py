@@ -261,9 +261,7 @@ def last_lines(path: Path, count: int = 15) -> str:
 
 
 def error_message(path: Path, *, begin: int = 0) -> str | None:
-    """Return the message of the last `error:` block in a log, if any. `begin`: bytes of `path` that others wrote
-    before.
-    """
+    """Return the message of the last `error:` block in a log, if any. `begin`: bytes that others wrote before."""
     lines = end_of_log(path, begin=begin)
     # Only the last lines: logs may be long.
     for number in range(len(lines) - 1, max(-1, len(lines) - 50), -1):

@@ -376,8 +376,7 @@ def error_of(failed: Failed) -> HoldfastError:
 
 
 class Workers:
-    """The worker processes of one environment, as an async context manager. `num_tasks`: of the environment; None: no
-    end."""
+    """The worker processes of an environment, as an async context manager. `num_tasks`: of it; None: no end."""
 
     def __init__(self, settings: EnvironmentConfig, config: OrchestratorConfig) -> None:
         self._settings = settings

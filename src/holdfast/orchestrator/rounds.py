@@ -252,8 +252,7 @@ def _joined(parts: Sequence[Completion]) -> Completion:
 
 def _to_stop(part: Completion, before: list[int], stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
     """Return a part up to the token that completes a stop text across its beginning, which the engine does not see.
-    `before`: tokens of the turn before the part.
-    """
+    `before`: tokens of the turn before the part."""
     reach = max(len(text.encode()) for text in stop)  # a token has a byte or more
     for number in range(1, min(len(part.token_ids), reach) + 1):
         text = tokenizer.decode([*before[-reach:], *part.token_ids[:number]], skip_special_tokens=False)

@@ -60,8 +60,7 @@ _clock = _Clock()
 
 
 def awake_s() -> float:
-    """Return seconds for measuring spans of time, as `time.monotonic` does, without the seconds in which we were
-    frozen."""
+    """Return seconds for measuring spans of time, as `time.monotonic` does, without those in which we were frozen."""
     return _clock.read()
 
 
@@ -243,8 +242,7 @@ _own = Heartbeat(None)
 
 def start_heartbeat(name: str = "") -> Heartbeat:
     """Beat, if the launcher asked for it, and write to stderr what every thread does when it asks. `name`:
-    distinguishes processes that share one environment, such as ranks.
-    """
+    distinguishes processes that share one environment, such as ranks."""
     global _own
     prefix = os.environ.get(HEARTBEAT_ENV)
     if prefix:
@@ -262,8 +260,7 @@ def does(doing: str, *, bound_s: float | None = None, answers: bool = True) -> N
 
 def send_none_while(condition: Callable[[], bool]) -> None:
     """From now on send no heartbeat while `condition` holds, so that the launcher kills this process. `condition`:
-    asked every second by a thread.
-    """
+    asked every second by a thread."""
     _own.is_withheld = condition
 
 
@@ -288,8 +285,7 @@ def moved(*, works: bool = True, doing: str = "") -> None:
 
 class Wait:
     """A wait for another process of the run; it lasts while any process makes progress or is being restarted.
-    `timeout_s`: how long to wait while nobody makes progress.
-    """
+    `timeout_s`: how long to wait while nobody makes progress."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

@@ -208,8 +208,7 @@ def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) ->
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
-    """Return the module of an extra of holdfast. Raise ConfigError, with the command that installs it, if it is not
-    installed."""
+    """Return the module of an extra of holdfast. Raise ConfigError, with what installs it, if it is not there."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

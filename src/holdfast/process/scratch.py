@@ -79,8 +79,7 @@ def drop(path: Path) -> None:
 
 def remove_abandoned(home: Path | None = None) -> None:
     """Remove what processes of this user that are over have left in `home`; what is in use stays. `home`: unset: the
-    directory of temporary files.
-    """
+    directory of temporary files."""
     homes = _homes() if home is None else {home}
     for path in [path for one in homes for path in one.glob(f"{scratch_name()}*")]:
         if path.resolve() in _held:

@@ -305,8 +305,7 @@ def deviation(parity_prompt: ParityPrompt, logprobs: Sequence[float]) -> float:
 
 def read_key(name: str, *, what: str = "key") -> str | None:
     """Return the key in the environment variable `name`; None if unset or empty. `what`: it is called in the message.
-    Raise ConfigError, without the key, if a header cannot hold it.
-    """
+    Raise ConfigError, without the key, if a header cannot hold it."""
     key = os.environ.get(name, "")
     if not key:
         return None

@@ -320,8 +320,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes) -> Batch:
-    """Return the batch in the bytes of its file. Raise ValueError if it is damaged, or has another format than
-    `BATCH_FORMAT`."""
+    """Return the batch in the bytes of its file. Raise ValueError if it is damaged or not of `BATCH_FORMAT`."""
     found = msgspec.msgpack.decode(data, type=_Versioned).format
     if found != BATCH_FORMAT:
         raise ValueError(f"it has format {found}; this version reads format {BATCH_FORMAT}")

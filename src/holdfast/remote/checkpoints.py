@@ -44,8 +44,7 @@ class RemoteCheckpoints:
         return [step for step in self._numbers("") if self._store.read(f"step_{step}/{MANIFEST_NAME}") is not None]
 
     def read_manifest(self, step: int) -> Manifest:
-        """Return the manifest of `step`. Raise CheckpointError if the step is not committed, or its manifest is
-        damaged."""
+        """Return the manifest of `step`. Raise CheckpointError if the step is not committed or its manifest damaged."""
         return self._committed(f"step_{step}", "checkpoint", step)[0]
 
     def upload(self, directory: Path, step: int, *, weights: Sequence[Path] = ()) -> bool:
@@ -69,8 +68,7 @@ class RemoteCheckpoints:
         return self._upload(directory, f"step_{step}")
 
     def write_identity(self, run_dir: RunDir) -> None:
-        """Upload the files that identify the run, as they are now: another machine needs them to continue as the same
-        run."""
+        """Upload the files that identify the run, as they are now: another machine needs them to continue the run."""
         files = {"run.json": _read(run_dir.path / "run.json")}
         inputs = run_dir.noted_inputs()
         found = {INPUTS_NAME: inputs} if inputs is not None else {}

@@ -149,8 +149,7 @@ class ObjectStore:
             raise self._failure(operation, error) from error
 
     def put(self, path: Path, name: str) -> None:
-        """Copy the local file `path` to `name`. Raise OSError if `path` cannot be read, which is not a fault of
-        the store."""
+        """Copy the local file `path` to `name`. Raise OSError if `path` cannot be read: no fault of the store."""
         operation = f"writing {name}"
         try:
             self._call(operation, "put_file", str(path), self._path(name), local=path, callback=_TransferProgress())

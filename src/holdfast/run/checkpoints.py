@@ -213,8 +213,7 @@ def newest_intact(
 
 
 def describe_found(path: Path) -> str:
-    """Describe the content of `path` in a few words, for errors; for runs and directories of checkpoints with their
-    steps."""
+    """Describe the content of `path` in a few words, for errors; runs and directories of checkpoints with steps."""
     kind = kind_of(path)
     if kind is Kind.AMBIGUOUS:
         return f"a {kind} (.metadata beside *.safetensors): move away what is not meant"
@@ -271,8 +270,7 @@ class BestMetric:
 
     def best(self, saved: Mapping[int, Mapping[str, float]]) -> int | None:
         """Return the step with the best value; the earliest if several are equal; None if no step has the metric.
-        `saved`: the metrics of each step. NaN is never best.
-        """
+        `saved`: the metrics of each step. NaN is never best."""
         values = {
             step: metrics[self.name]
             for step, metrics in saved.items()

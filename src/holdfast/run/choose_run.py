@@ -63,8 +63,7 @@ def add_run(parser: Parser) -> None:
 
 def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) -> Namespace:
     """Parse the words of a command that looks at one run; `run` is its directory. `takes_steps`: a first word may be a
-    step. Raise ConfigError for a bad word, or if no run or several runs are meant.
-    """
+    step. Raise ConfigError for a bad word, or if no run or several runs are meant."""
     placed = list(placed_words(parser, words))
     word, run = next((word for flag, word in placed if not flag), None), None
     if word is None:
@@ -90,8 +89,7 @@ def parse_run(parser: Parser, words: list[str], *, takes_steps: bool = False) ->
 
 def steps_of(text: str, there: Sequence[int]) -> Sequence[int] | None:
     """Return the steps that a STEP argument means; None if the text is not a number, a span, `latest` or `all`.
-    `there`: the steps that there are, ascending.
-    """
+    `there`: the steps that there are, ascending."""
     match = _STEP_WORD.fullmatch(text)
     if match is None:
         return None
@@ -113,8 +111,7 @@ def _is_step_directory(word: str) -> bool:
 
 def only_run(command: str, words: Sequence[str], *, takes_evaluations: bool = False) -> Path:
     """Return the only run below `outputs`, for a command whose words name none. `takes_evaluations`: directories of
-    `evaluate` count, too. Raise ConfigError if no run is there, or several runs are. The error holds a command line.
-    """
+    `evaluate` count, too. Raise ConfigError if no run is there, or several runs are. The error holds a command line."""
     found = all_runs(command, words, takes_evaluations=takes_evaluations)
     if len(found) == 1:
         return found[0]
@@ -128,8 +125,7 @@ def only_run(command: str, words: Sequence[str], *, takes_evaluations: bool = Fa
 
 
 def all_runs(command: str, words: Sequence[str], *, takes_evaluations: bool = False) -> list[Path]:
-    """Return all runs below `outputs`, the newest first. Raise ConfigError if there is none. Arguments as of
-    `only_run`."""
+    """Return all runs below `outputs`, the newest first. Raise ConfigError without any. Arguments as `only_run`."""
     found = [path for path in runs_below(HOME) if takes_evaluations or not is_evaluation(path)]
     if not found:
         raise ConfigError(
@@ -141,8 +137,7 @@ def all_runs(command: str, words: Sequence[str], *, takes_evaluations: bool = Fa
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """Return `directory` and directories up to three levels below it that hold a run or an evaluation, the newest
-    first."""
+    """Return `directory` and directories up to three levels below it with a run or an evaluation, the newest first."""
     budget = iter(range(_MOST_DIRECTORIES))
     found = {path.resolve(): path for path in _runs_in(directory, _DEPTH, budget)}
     return sorted(found.values(), key=_changed, reverse=True)

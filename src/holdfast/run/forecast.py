@@ -180,8 +180,7 @@ class Forecast(msgspec.Struct, tag=True):
 
 def depths(kinds: Sequence[object]) -> tuple[int, int] | None:
     """Return two numbers of layers, from which all layers follow on a line; None: the model must be driven whole.
-    `kinds`: of the layers, in their order: a beginning of any kinds, and a pattern that repeats.
-    """
+    `kinds`: of the layers, in their order: a beginning of any kinds, and a pattern that repeats."""
     count = len(kinds)
     for first in range(_DRIVEN[0]):
         for period in range(1, _LONGEST_PERIOD + 1):

@@ -165,8 +165,7 @@ def describe(content: bytes) -> FileEntry:
 
 def describe_files(directory: Path, *, known: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
     """Return size and checksum of every file below `directory` except its manifest. `known`: entries of existing files,
-    not computed again: some network filesystems list files of other machines late.
-    """
+    not computed again: some network filesystems list files of other machines late."""
     known = known or {}
     others = {
         place: FileEntry(path.stat().st_size, file_digest(path))
@@ -274,8 +273,7 @@ def verify(
 
 def check_file(path: Path, entry: FileEntry, *, how: Verification = "full", where: str = "") -> None:
     """Compare one file with its entry. `where`: what errors call it; unset: `path`. Raise CheckpointError if it is
-    missing, of another size, or damaged; ReadError if it cannot be read.
-    """
+    missing, of another size, or damaged; ReadError if it cannot be read."""
     where = where or str(path)
     try:
         status = path.stat()

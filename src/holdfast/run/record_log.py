@@ -83,8 +83,7 @@ def whole_bytes(path: Path, damages: list[Damage]) -> int:
 
 class RecordLog:
     """Appends records to a file and makes them durable in a thread. `valid_bytes`: how much of the file to keep; what
-    follows is cut. 0 begins a new log.
-    """
+    follows is cut. 0 begins a new log."""
 
     def __init__(self, path: Path, *, valid_bytes: int) -> None:
         atomic.make_directory(path.parent)
@@ -131,8 +130,7 @@ class RecordLog:
                 raise self._failure
 
     def _sync_until_closed(self) -> None:
-        """The thread: waits for records, syncs the records that are there, until the log is closed and all is
-        durable."""
+        """The thread: waits for records and syncs those that are there, until the log is closed and all is durable."""
         try:
             atomic.fsync_directory(self.path.parent)  # a new log's name must last as long as its records
             while True:

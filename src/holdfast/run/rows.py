@@ -87,8 +87,7 @@ def _prefix(file: DataFile, is_only: bool) -> str:
 
 def hub_fingerprint(name: str, *, split: str) -> str:
     """Return what tells one revision of a hub's dataset from another: `datasets` derives it from the commit. Raise
-    DataError if the dataset is missing, unreadable or empty.
-    """
+    DataError if the dataset is missing, unreadable or empty."""
     return _hub_table(name, split)._fingerprint  # it has no other name
 
 
@@ -435,8 +434,7 @@ class TableRows:
 
 def _plain_value(type_: pa.DataType, what: str) -> Callable[[Any], Any] | None:
     """Return what makes a value of JSON of a value of this type; None if it is one. Raise DataError if values of this
-    type are none of JSON.
-    """
+    type are none of JSON."""
     types = pa.types
     if isinstance(type_, pa.JsonType):
         return json.loads

@@ -339,8 +339,7 @@ class RunDir:
 
     def lock_orchestrator(self, *, over_exec: bool = False) -> None:
         """Take the orchestrator lock for this process and its children. `over_exec`: this process becomes the
-        orchestrator. Raise RunDirError if another process holds it.
-        """
+        orchestrator. Raise RunDirError if another process holds it."""
         holder = self._take("orchestrator.lock", over_exec=over_exec)
         if holder is not None:
             raise RunDirError(
@@ -472,8 +471,7 @@ class RunDir:
 
     def clear_leftovers(self, *, of_batches: bool = True) -> list[Path]:
         """Remove the temporary names that interrupted writers left, and return what was removed. `of_batches`: also
-        where batches are made; False: their writer lives.
-        """
+        where batches are made; False: their writer lives."""
         parents = [self.path, self.checkpoints, self.weights, self.evaluations]
         parents += [self.rollouts] if of_batches else []
         parents += [self.logs(attempt) for attempt in _numbered(self.path / "logs", _ATTEMPT)]

@@ -130,8 +130,7 @@ def file_of_object(name: str) -> Path | None:
 
 def files_of_model(directory: Path, *, has_weights: bool) -> list[Path]:
     """Return the files that say what a model computes; none of a model of the hub. `has_weights`: the files of its
-    weights as well, or of a checkpoint.
-    """
+    weights as well, or of a checkpoint."""
     names = (*_ABOUT_MODELS, MANIFEST_NAME) if has_weights else _ABOUT_MODELS
     named = [path for name in names if (path := directory / name).is_file()]
     return [*named, *(sorted(directory.glob("*.safetensors")) if has_weights else [])]

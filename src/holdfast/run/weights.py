@@ -165,8 +165,7 @@ def _read(path: Path, kind: type[S]) -> S:
 
 def tensors_digest(tensors: Iterable[tuple[str, tuple[int, ...], memoryview]]) -> str:
     r"""Return the xxh3-128 in hexadecimal over `name\0shape\0xxh3_128\n` of every tensor, sorted by name. `tensors`:
-    name, shape and little-endian float32 values of each, in any order.
-    """
+    name, shape and little-endian float32 values of each, in any order."""
     lines = [
         f"{name}\0{'x'.join(map(str, shape))}\0{xxhash.xxh3_128_hexdigest(values)}\n" for name, shape, values in tensors
     ]

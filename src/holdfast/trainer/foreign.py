@@ -106,8 +106,7 @@ class ForeignState:
 
 def read_foreign(directory: Path) -> ForeignState:
     """Return the training state in `directory`. Raise CheckpointError if it is of another kind, incomplete or damaged,
-    or holds something else than tensors and plain values.
-    """
+    or holds something else than tensors and plain values."""
     trainer = _trainer_state(directory)
     if (directory / ".metadata").exists():
         weights, moments, used = directory, _sharded_moments(directory), [".metadata"]

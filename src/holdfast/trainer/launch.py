@@ -66,8 +66,7 @@ _PERIOD_S = 0.2
 
 class StopLink:
     """Passes requests to stop on to the other nodes while the ranks run, also while no collective does. `connect`:
-    opens the store of the rendezvous, which node 0 hosts; may wait.
-    """
+    opens the store of the rendezvous, which node 0 hosts; may wait."""
 
     def __init__(self, connect: Callable[[], Any], stop: StopRequest) -> None:
         self._connect, self._stop = connect, stop

@@ -37,8 +37,7 @@ class Positions(NamedTuple):
 
 def positions_of(name: str) -> Positions | None:
     """Return the positions of a model, a local directory or of a hub; None: its config.json names none. Raise DataError
-    if transformers has no such kind of model.
-    """
+    if transformers has no such kind of model."""
     config = load_model_config(name).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):

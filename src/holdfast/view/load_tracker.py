@@ -17,8 +17,7 @@ _INSTALLED = ("prometheus",)
 
 def check_tracker(name: str, *, key: str) -> None:
     """Check that a tracker can be used, as far as that can be told without a network. Raise ConfigError if its package
-    is not installed, or the user's class cannot be loaded.
-    """
+    is not installed, or the user's class cannot be loaded."""
     if name not in BUILT_IN:
         load_tracker(name, key=key)
     elif name not in _INSTALLED and importlib.util.find_spec(name) is None:
@@ -30,8 +29,7 @@ def check_tracker(name: str, *, key: str) -> None:
 
 def load_tracker(name: str, *, key: str) -> type[Tracker]:
     """Return the class of a tracker, built in or the user's. Raise ConfigError if the user's class cannot be loaded, or
-    is not a tracker.
-    """
+    is not a tracker."""
     if name in BUILT_IN:
         from holdfast.view import backends
 

@@ -132,8 +132,7 @@ def document_of(run: ObservedRun) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Show one run or several until Ctrl-C; return the exit code, 0. Raise ConfigError for a mistake on the command
-    line, or a directory that holds no run.
-    """
+    line, or a directory that holds no run."""
     arguments = _parse(argv)
     for path in arguments.runs:
         if not arguments.wait and not RunDir(path).holds_run():

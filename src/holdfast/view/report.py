@@ -310,8 +310,7 @@ def library() -> str:
 
 def main(argv: list[str]) -> int:
     """Write the report that `argv` asks for; return the exit code. Raise ConfigError if a path is not a run; DataError
-    if the page cannot be written.
-    """
+    if the page cannot be written."""
     arguments = parse(argv)
     to = arguments.to or arguments.runs[0] / "report.html"
     if to.suffix not in (".html", ".htm"):

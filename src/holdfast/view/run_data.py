@@ -122,8 +122,7 @@ class RunData:
 
 def read_run(path: Path) -> RunData:
     """Return what is there of the run in `path`. Raise ConfigError if there is none; OSError if something cannot be
-    read.
-    """
+    read."""
     run_dir = RunDir(path)
     is_evaluation = (path / SUMMARY_NAME).is_file() or (path / "evaluation.json").is_file()
     if not (run_dir.holds_run() or run_dir.metrics.is_file() or is_evaluation):

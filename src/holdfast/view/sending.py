@@ -87,8 +87,7 @@ def label_of(tracker: str) -> str:
 
 def take_cursor(run_dir: RunDir, tracker: str) -> Cursor:
     """Return the cursor of a tracker, and keep other processes from it. Raise RunDirError if another process sends to
-    this tracker, or the cursor is damaged.
-    """
+    this tracker, or the cursor is damaged."""
     path = _path(run_dir, tracker)
     atomic.make_directory(path.parent)
     if (holder := lock.take(path.with_suffix(".lock"))) is not None:
@@ -120,8 +119,7 @@ class TrackerFailed(HoldfastError):
 
 class Sending:
     """Sends one run to one tracker; `step` is the last step that the tracker has. Raise RunDirError if another process
-    sends it there; ConfigError if the tracker is unknown.
-    """
+    sends it there; ConfigError if the tracker is unknown."""
 
     def __init__(self, run_dir: RunDir, name: str, config: TrackingConfig) -> None:
         self._run_dir, self._name, self._config = run_dir, name, config
@@ -132,8 +130,7 @@ class Sending:
 
     def send(self, is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep) -> None:
         """Send old and new metrics until `is_over`; return when the tracker has all of them. Raise TrackerFailed for
-        whatever the tracker raised.
-        """
+        whatever the tracker raised."""
         try:
             self._tracker = self._class()
             # In this order: a later process tells of an attempt that begins in between.
@@ -231,8 +228,7 @@ class Sending:
 
 def new_steps(lines: Tail) -> list[tuple[int, dict[str, float]]]:
     """Return step and numbers of new lines of `metrics.jsonl`, some hundreds at most. Raise OSError if the file cannot
-    be read.
-    """
+    be read."""
     found = list(islice(lines, _MAX_LINES))
     if lines.failure is not None:
         raise lines.failure

@@ -72,8 +72,7 @@ def main(argv: list[str]) -> int:
 
 def _settings(run_dir: RunDir, given: dict[str, Any]) -> TrackingConfig:
     """Return the settings of the newest attempt that has some, with the `given` values in their place. Raise
-    ConfigError if there are none, or no tracker has such a name.
-    """
+    ConfigError if there are none, or no tracker has such a name."""
     found = {}
     for attempt in range(run_dir.next_attempt() - 1, 0, -1):
         paths = [run_dir.configs(attempt) / f"{'trainer' if name == 'rl' else name}.toml" for name in PROGRAMS]

@@ -151,8 +151,7 @@ def travelling(environment: dict[str, str]) -> dict[str, str]:
 
 class RemoteAgent:
     """Starts and ends one process on its host for the launcher. Arguments and results are plain values. `environment`:
-    of its processes, added to this host's.
-    """
+    of its processes, added to this host's."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = environment or {}
@@ -329,8 +328,7 @@ def agent_command() -> list[str]:
 
 
 def main() -> None:
-    """Be an agent until stdin ends: the launcher has ended, or is out of reach. Processes that were started here end,
-    too."""
+    """Be an agent until stdin ends: the launcher has ended, or is out of reach. Processes of this agent end, too."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         # A scheduler may send them; the launcher decides. Not SIG_IGN, which children would inherit.
         signal.signal(number, lambda *_: None)

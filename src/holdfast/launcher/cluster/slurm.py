@@ -168,8 +168,7 @@ def submit_rl(config: RlConfig, given: RlConfig) -> int:
 
 def submit_training(config: SupervisedCommand) -> int:
     """Write the script of `sft`, `dpo` or `reward-model` and submit it; a dry run prints it instead. Raise ConfigError
-    as `submit_rl`, or if the job has other nodes than the trainer.
-    """
+    as `submit_rl`, or if the job has other nodes than the trainer."""
     slurm, parallel = config.slurm, config.parallel
     assert slurm is not None
     nodes = slurm.nodes if "nodes" in slurm.model_fields_set else parallel.nodes

@@ -231,8 +231,7 @@ def summary_report(summary: Summary, directory: Path) -> Report:
 
 def tell_result(summary: Summary, directory: Path, *, step: int | None) -> None:
     """Print the report of one evaluation, or the object of type `result` that says the same to programs. `step`: of the
-    run whose weights they were; None: a model's weights.
-    """
+    run whose weights they were; None: a model's weights."""
     if (lines := json_lines()) is not None:
         lines.emit("result", step=step, summary=msgspec.to_builtins(summary))
     else:
@@ -370,8 +369,7 @@ def run_evaluation(
     config: EvaluateConfig, directory: RunDir, supervisor: Supervisor, *, cores: int | None = None
 ) -> int:
     """Run server and evaluation to the end; return the exit code. Nothing of them runs on. Raise ProcessDied if a
-    process failed. `cores`: for an engine on the CPU that no training runs beside; None: half of them.
-    """
+    process failed. `cores`: for an engine on the CPU that no training runs beside; None: half of them."""
     path = directory.path
     server = config.inference.server
     held = reserve_first_free(server.host, server.port)

@@ -272,8 +272,7 @@ def summarize(tasks: Tasks, identity: Mapping[str, Any], *, confidence: float) -
 
 
 def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
-    """Return what was evaluated in `directory`, and all its tasks. Raises DataError if it is not finished, or
-    damaged."""
+    """Return what was evaluated in `directory`, and all its tasks. Raise DataError if it is unfinished or damaged."""
     identity = read_identity(directory)
     path = directory / ROLLOUTS_NAME
     samples = identity["samples_per_task"]

@@ -174,8 +174,7 @@ def open_weights(
 
 
 def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, without: Collection[str]) -> dict[str, str]:
-    """Return own name -> name in the source. The files may hold any of several tied tensors, or all with equal
-    values."""
+    """Return own name -> name in the source. The files may hold any of several tied tensors, or all of equal value."""
     ties: dict[int, list[str]] = {}
     for name, parameter in hf_model.named_parameters(remove_duplicate=False):
         ties.setdefault(id(parameter), []).append(name)
@@ -200,8 +199,7 @@ def materialize(
     model: DecoderModel, config: TrainedModelConfig, mesh: Mesh, fill: Fill | None, *, like: DecoderModel | None = None
 ) -> None:
     """Shard a model from the meta device, give it memory, and fill in weights, if not None. Collective. `like`: a model
-    of the same kind, whose layout is taken over; None: the model finds it out.
-    """
+    of the same kind, whose layout is taken over; None: the model finds it out."""
     hf_model = model.hf_model
     apply_wrappers(model, config, mesh)
     model.to_empty(device=mesh.parameter_device)

@@ -147,8 +147,7 @@ def build_policy(
 
 def predict(policy: Policy, micro: MicroBatch, reading: Reading = PLAIN, *, teacher: Policy | None = None) -> Predicted:
     """Return what `reading` asks for at the micro-batch's targets, each of shape (N,). `teacher`: to measure the
-    divergence from; its parameters stay whole until `reshard`.
-    """
+    divergence from; its parameters stay whole until `reshard`."""
     moved()
     policy.check_ids(micro)
     rows = (micro.input_ids_BL, micro.position_ids_BL, micro.predict_index_N)

@@ -84,8 +84,7 @@ class WeightOffers:
 
     def offer(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> str:
         """Offer the tensors of the files of `version`, and return the digest of these files. `tensors`: contiguous, on
-        the CPU, and never written to again.
-        """
+        the CPU, and never written to again."""
         self._withdraw()
         files = {name: SafetensorsFile.of(dict(group)) for name, group in split_files(tensors)}
         entries = {name: file.describe() for name, file in files.items()}

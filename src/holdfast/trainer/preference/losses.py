@@ -62,8 +62,7 @@ class PairLosses(NamedTuple):
 
 def preference_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
     """Return the loss that `config` names. With `rpo_alpha`, minus alpha l(y_w) / |y_w| (Pang et al. 2024, "Iterative
-    reasoning preference optimization").
-    """
+    reasoning preference optimization")."""
     assert not isinstance(config, KtoLoss), "kto trains on single answers, not pairs"
     scored: PairLosses = globals()[f"{config.type}_loss"](pairs, config)
     if not isinstance(config, PairLoss) or not config.rpo_alpha:
@@ -103,8 +102,7 @@ def ipo_sum_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
 
 def hinge_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
     """Return the hinge of SLiC-HF on DPO's rewards (Zhao et al. 2023; Liu et al. 2023, "Statistical rejection sampling
-    improves preference optimization"): loss = max(0, 1 - h), h as in DPO.
-    """
+    improves preference optimization"): loss = max(0, 1 - h), h as in DPO."""
     chosen_P, rejected_P = _rewards(pairs, config)
     return _scored(F.relu(1 - (chosen_P - rejected_P)), chosen_P, rejected_P)
 
@@ -184,8 +182,7 @@ def kto_loss(ratios_A: Tensor, is_desirable_A: Tensor, kl: float, config: KtoLos
 
 def sequence_sums(values_N: Tensor, lengths: list[int]) -> Tensor:
     """Return the sums of consecutive stretches in float64: in a fixed order, so the same every time. `lengths`: of the
-    stretches; together N. Without stretches the result is empty and has a gradient.
-    """
+    stretches; together N. Without stretches the result is empty and has a gradient."""
     if not lengths:
         return values_N.double()
     return torch.stack([part.sum() for part in values_N.double().split(lengths)])

@@ -169,8 +169,7 @@ class ReferenceWork(Generic[P]):
 
     def _resumed(self, fingerprint: str) -> ReferenceTable:
         """Return the checkpoint's table. If it is damaged: the run's table if both are equal, else an empty table.
-        Raise CheckpointError if it is about other pairs, or not whole and from who knows which weights.
-        """
+        Raise CheckpointError if it is about other pairs, or not whole and from who knows which weights."""
         table, damage = None, None
         try:
             table = read_saved(self._saved)
@@ -287,8 +286,7 @@ class ReferenceWork(Generic[P]):
 
     def _compute(self, model: Policy) -> None:
         """Fill in what is missing under the weights of `model` as they are now, without dropout. Raise CheckpointError
-        if the known numbers were computed with other weights; Stopped if a signal came; what is computed is kept.
-        """
+        if the known numbers were computed with other weights; Stopped if a signal came; what is computed is kept."""
         table, mesh, config = self.table, self.mesh, self.config.data
         digest = digest_of(base_tensors(model.hf_model) | trained_tensors(model.hf_model))
         if self._step and digest != table.model:
@@ -354,8 +352,7 @@ class ReferenceWork(Generic[P]):
 
 
 def _made_by(config: DpoConfig, mesh: Mesh, digest: str, table: ReferenceTable, model: Policy) -> str:
-    """Return a digest of all that the numbers depend on: model, weights, data, settings, machine, libraries and
-    code."""
+    """Return a digest of all that the numbers depend on: model, weights, data, settings, machine, libraries, code."""
     code = xxhash.xxh3_128()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
@@ -484,8 +481,7 @@ def _advice(path: Path) -> str:
 
 def read_saved(path: Path) -> ReferenceTable:
     """Return what a run wrote to `path` of a checkpoint. Raise CheckpointError if it is not there, or damaged; OSError
-    if it cannot be read.
-    """
+    if it cannot be read."""
     entry = read_manifest(path.parent.parent).files.get(f"{TRAINER_DIR}/{path.name}")
     if entry is None:
         raise CheckpointError(

@@ -65,8 +65,7 @@ def _objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> Objective
 
 def dpo_objective(config: DpoConfig, reference: Reference, mesh: Mesh) -> PairObjective[Policy, Pair]:
     """Return the configured loss of pairs, with the rewards and log-probabilities of both sides as metrics.
-    `reference`: what the loss compares the policy with.
-    """
+    `reference`: what the loss compares the policy with."""
 
     def forward(policy: Policy, pairs: Sequence[Pair], indices: list[int]) -> dict[str, Tensor]:
         device, chosen = mesh.device, [pairs[index] for index in indices]

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 class Ledger:
     """Follows the orchestrator's states from batch to batch. Reads a small file a step; every rank has one. `progress`:
-    the trainer's counters, of the step from which it continues.
-    """
+    the trainer's counters, of the step from which it continues."""
 
     def __init__(self, run_dir: RunDir, progress: Progress) -> None:
         self._run_dir = run_dir
@@ -56,16 +55,14 @@ class Ledger:
 
     def attachments(self) -> dict[str, bytes]:
         """Return the orchestrator's state to save with the current step. Raise TrainingError if it does not count what
-        was trained; nothing may be saved then.
-        """
+        was trained; nothing may be saved then."""
         check_trained(self._accepted, self._progress)
         return {f"{ORCHESTRATOR_DIR}/{STATE_NAME}": self._state}
 
 
 def check_trained(accepted: Accepted, progress: Progress) -> None:
     """Check that the orchestrator counts up to a step what the trainer has trained up to it. Raise TrainingError that
-    names the step and both numbers.
-    """
+    names the step and both numbers."""
     counts = {
         "steps": (accepted.step, progress.step),
         "rollouts": (accepted.batched.rollouts, progress.samples),

@@ -92,8 +92,7 @@ def build_named_advantage(section: AdvantageConfig, config: TrainerConfig) -> Ad
 
 def require_siblings(groups: Groups, name: str) -> None:
     """Refuse a group of one where the advantage `name` compares the rollouts of a group. Raise TrainingError that says
-    which if there is one.
-    """
+    which if there is one."""
     alone = next((group[0] for group in groups if len(group) < 2), None)
     if name in GROUP_ADVANTAGES and alone is not None:
         raise TrainingError(

@@ -36,8 +36,7 @@ from holdfast.trainer.state import ModelState
 
 class Critic:
     """Model, optimizer and statistics of the critic. `model_config`: how it is held in memory, and where it starts from
-    unless `config.name` says otherwise.
-    """
+    unless `config.name` says otherwise."""
 
     def __init__(self, config: CriticConfig, model_config: TrainedModelConfig, mesh: Mesh, *, seed: int):
         self._config = config
@@ -60,8 +59,7 @@ class Critic:
 
     def update(self, minibatch: Minibatch, *, lr: float) -> None:
         """Take one optimizer step towards the returns of the minibatch: the mean over its tokens. Collective. Raise
-        TrainingError if loss or gradient is not finite; nothing was changed.
-        """
+        TrainingError if loss or gradient is not finite; nothing was changed."""
         # At least 1: a minibatch may have nothing to train, and still every rank must take part.
         num_targets = max(1, minibatch.num_targets)
         losses = Sums("value_loss", "value_clip_fraction")
@@ -91,8 +89,7 @@ class Critic:
 
     def take_metrics(self) -> dict[str, float]:
         """Return `value_loss`, `value_clip_fraction`, `value_grad_norm` as means over the updates since the last call,
-        and `explained_variance` of the values before the step. Collective.
-        """
+        and `explained_variance` of the values before the step. Collective."""
         sums, self._sums = self._sums.read(), Sums()
         num_updates = sums.pop("updates")
         prefix = "of_values/"

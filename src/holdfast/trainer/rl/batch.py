@@ -246,8 +246,7 @@ def _shared_cost(samples: Sequence[Sample], part: list[int], layout: Layout) -> 
 
 def plan_micro_batches(samples: Sequence[Sample], *, row_tokens: int, layout: Layout, mesh: Mesh) -> list[list[int]]:
     """Return this rank's micro-batches, as indices into `samples`. All sequences of a sample are in one micro-batch.
-    `row_tokens`: most tokens of a micro-batch; a longer sample has one for itself.
-    """
+    `row_tokens`: most tokens of a micro-batch; a longer sample has one for itself."""
     arrangement = layout.arrangement(pack=True)
     lengths = [len(sample.token_ids) for sample in samples]
     if arrangement == "grouped":

@@ -72,8 +72,7 @@ class RlComponents:
 
     def begin(self, policy: Policy) -> tuple[dict[str, State], list[torch.optim.Optimizer]]:
         """Return the state of the components by name, and the optimizers that change it. `policy`: with the weights
-        that a new run begins with. Raise DataError if the reference does not fit the policy.
-        """
+        that a new run begins with. Raise DataError if the reference does not fit the policy."""
         tensors, kl = trained_tensors(policy.hf_model), self._config.kl
         if self._config.ema is not None:
             self._state["ema"] = self.ema = Ema(tensors, decay=self._config.ema.decay)
@@ -102,8 +101,7 @@ class RlComponents:
 
     def check_models(self) -> None:
         """Compare every model beside the policy with transformers' own forward pass. Collective. Raise DataError if one
-        differs.
-        """
+        differs."""
         config, mesh, dtype = self._config, self._mesh, self._config.model.compute_dtype
         share = config.share_prompts
         if was_checked(config):

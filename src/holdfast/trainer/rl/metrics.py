@@ -152,8 +152,7 @@ _MIN_MISMATCH_KL = 1e-3
 
 class Alerts:
     """Watches the metrics of one step after the other. `history`: the metrics of the steps before, in order; what they
-    gave rise to is not reported again.
-    """
+    gave rise to is not reported again."""
 
     def __init__(self, config: AlertsConfig, history: Iterable[Mapping[str, float | None]] = ()) -> None:
         self._config = config

@@ -135,8 +135,7 @@ class MismatchCheck:
 
     def before_update(self, step: int, statistics: PolicyStatistics) -> None:
         """Compare what the forward passes of the step's first update found, before it changes anything. Collective.
-        Raise TrainingError if the engine computes another model.
-        """
+        Raise TrainingError if the engine computes another model."""
         if not self._is_comparable or self._is_random:
             return
         if (mismatch_kl := statistics.fresh_mismatch(self._mesh)) is not None:

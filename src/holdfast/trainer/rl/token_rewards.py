@@ -89,8 +89,7 @@ def _of_targets(sample: Sample, name: str) -> np.ndarray | None:
 
 def _steps(rollout: Rollout, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the ends of the parts that have rewards, as indices of the sampled tokens, and the rewards. Raise
-    DataError if a part does not end with a sampled token.
-    """
+    DataError if a part does not end with a sampled token."""
     if rollout.step_rewards is None:
         return np.zeros(0, dtype=np.int64), np.zeros(0)
     ends = np.asarray(rollout.step_rewards.places, dtype=np.int64)

@@ -142,8 +142,7 @@ class PretrainingMix:
 
     def step(self, policy: Policy, update: int, mesh: Mesh) -> float:
         """Accumulate the gradients of the samples of one update; return their mean cross-entropy. Collective. `update`:
-        how many updates of the policy there were before, in the whole run.
-        """
+        how many updates of the policy there were before, in the whole run."""
         size = self._config.data.batch_size
         batch = [self._samples[index] for index in self._order.batch(update * size, size)]
         return supervised_step(policy, batch, self._config.data, mesh, coef=self._config.coef)["loss"]
