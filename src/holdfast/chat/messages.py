@@ -173,8 +173,8 @@ def check_tools(value: object) -> list[Any] | None:
 
 
 def with_system(system: object, messages: Any) -> Any:
-    """Return the messages with those of a column `system` before them, unless they begin with that. Raise DataError if
-    they begin with something else."""
+    """Return the messages with the text of a column `system` before them, unless they begin with it. Raise DataError if
+    they begin with another system message."""
     if system in (None, "") or not isinstance(messages, list):
         return messages
     first = messages[0] if messages else None

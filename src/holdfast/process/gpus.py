@@ -173,7 +173,7 @@ def vllm_device() -> Literal["cpu", "cuda"] | None:
 
 
 def require_vllm() -> Literal["cpu", "cuda"]:
-    """Return what the installed vLLM is built for. Raise ConfigError, with what installs it, if there is none."""
+    """Return what the installed vLLM is built for. Raise ConfigError with the command for it if none is."""
     device = vllm_device()
     if device is None:
         raise ConfigError(

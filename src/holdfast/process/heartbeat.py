@@ -60,7 +60,7 @@ _clock = _Clock()
 
 
 def awake_s() -> float:
-    """Return seconds for measuring spans of time, as `time.monotonic` does, without those in which we were frozen."""
+    """Return seconds for measuring spans of time, as `time.monotonic`, without the time in which we were frozen."""
     return _clock.read()
 
 

@@ -208,7 +208,7 @@ def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) ->
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
-    """Return the module of an extra of holdfast. Raise ConfigError, with what installs it, if it is not there."""
+    """Return the module of an extra of holdfast. Raise ConfigError with the command for it without the extra."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

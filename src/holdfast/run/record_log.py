@@ -130,7 +130,7 @@ class RecordLog:
                 raise self._failure
 
     def _sync_until_closed(self) -> None:
-        """The thread: waits for records and syncs those that are there, until the log is closed and all is durable."""
+        """The thread: waits for records and syncs all that are there, until the log is closed and all is durable."""
         try:
             atomic.fsync_directory(self.path.parent)  # a new log's name must last as long as its records
             while True:

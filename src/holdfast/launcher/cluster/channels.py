@@ -135,7 +135,7 @@ class LineChannel:
         self._has_written()
 
     def _read(self, reader: IO[str]) -> None:
-        with suppress(OSError, ValueError, LookupError, TypeError), reader:  # or whoever sent it is no agent
+        with suppress(OSError, ValueError, LookupError, TypeError), reader:  # not from an agent
             for line in reader:
                 self._heard_s = awake_s()
                 if line != "\n":
