@@ -1,8 +1,7 @@
 """Import contracts that also see modules named in a text: `lint-imports` reads them from pyproject.toml.
 
 Some processes are started by the name of a module, such as `module_command("holdfast.trainer.launch")`. These contracts
-count such a text as an import.
-"""
+count such a text as an import."""
 
 import ast
 import re
@@ -21,8 +20,7 @@ _NAMES_MODULE = re.compile(r"holdfast(\.\w+)+")
 def add_named_modules(graph: grimp.ImportGraph, source: Path) -> grimp.ImportGraph:
     """Add to the graph the modules that files of the package name in texts; return the graph.
 
-    A text names `holdfast.a.b` also if a class or the rest of an f-string follows.
-    """
+    A text names `holdfast.a.b` also if a class or the rest of an f-string follows."""
     modules = graph.modules
     for path in sorted(source.rglob("*.py")):
         importer = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")

@@ -22,8 +22,7 @@ def scripted_session(
 ) -> Session:
     """Return a session that samples `turns`, cut to what is allowed; turn N is of version N, with log-probs -1 - N.
     `asked`: gets the tokens, the number and the room of each turn. `before`: is awaited ahead of each turn, with its
-    number.
-    """
+    number."""
 
     async def sample_turn(token_ids: list[int], turn: int, most: int) -> Completion:
         if before is not None:

@@ -9,8 +9,7 @@ changed since, or if no everyday lane has passed with them.
 
 A statement that cannot be run here says why in a comment, `# untested: needs a GPU`, behind it or behind the head of
 the block around it. coverage.py was tried: it loses what a process has run that is killed, and on Python 3.11 the
-suite takes almost twice as long with it. Here a statement costs one write into a mapped file.
-"""
+suite takes almost twice as long with it. Here a statement costs one write into a mapped file."""
 
 import argparse
 import json

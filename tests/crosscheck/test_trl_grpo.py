@@ -1,6 +1,5 @@
 """Policy losses, corrections, KL term and advantages against TRL's GRPOTrainer and RLOOTrainer. Shapes: B sequences, T
-tokens of the longest one, N all their tokens.
-"""
+tokens of the longest one, N all their tokens."""
 
 from dataclasses import replace
 from pathlib import Path

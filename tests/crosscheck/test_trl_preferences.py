@@ -1,6 +1,5 @@
 """Preference losses against TRL's trainers, from the token ids on, with the gradients of a real model. Shapes: P pairs,
-S = 2 P answers (first all that are chosen), L positions, N tokens of all answers.
-"""
+S = 2 P answers (first all that are chosen), L positions, N tokens of all answers."""
 
 from dataclasses import dataclass
 from pathlib import Path

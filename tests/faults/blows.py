@@ -106,8 +106,7 @@ def killed_twice(
     """Return such a run when it has ended. `orchestrator`: the step after which the orchestrator is killed. `rank`: the
     step after which rank 0 is killed. `held`: a later step, which the trainer does not leave behind before.
     `starts_python`: start all of it as a user does. Forks of one process have one order of sets and one state of
-    `random`, so what depends on those shows only here.
-    """
+    `random`, so what depends on those shows only here."""
     is_killed = output_dir.with_name(f"{output_dir.name}_rank_killed")
     environment = at_start(held_after(held, until=exists(is_killed)))
     with RlRun(output_dir, *flags, environment=environment, starts_python=starts_python) as run:

@@ -1,6 +1,5 @@
 """Small, broken and read-only disks: real filesystems in a mount namespace of a holder process, which runs enter and
-the test sees through /proc. All is gone when the holder ends.
-"""
+the test sees through /proc. All is gone when the holder ends."""
 
 import ctypes
 import errno
@@ -16,8 +15,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 class Disk:
     """Mounts made by `script`, a shell script, in a namespace of their own; used as a context manager. `needs_root`: it
     mounts what a user namespace may not mount, such as an image of a disk. `problem`: why it cannot be had here; None
-    if it is there.
-    """
+    if it is there."""
 
     def __init__(self, script: str, *, needs_root: bool = False) -> None:
         flags = ["-m"] if needs_root else ["-Urm"]

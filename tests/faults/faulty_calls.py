@@ -1,7 +1,6 @@
 """Faults at the boundary to the filesystem: calls of `os` and `open` beneath a directory are numbered from 1, and one
 of them kills the process or fails. A file, the trail, gets a line before and after each: `17 rename .tmp-step_4
-step_4`, `17 done`.
-"""
+step_4`, `17 done`."""
 
 import builtins
 import functools
@@ -44,8 +43,7 @@ def read_trail(path: Path) -> list[Call]:
 
 def deaths(calls: list[Call], *, halves: bool = False) -> list[tuple[int, Instant]]:
     """Return every state of the directory once: before each call, and after the last one. The state after a call is the
-    state before the next, and `fsync` makes no new one. `halves`: half way of each write as well.
-    """
+    state before the next, and `fsync` makes no new one. `halves`: half way of each write as well."""
     before = [call for last, call in zip([None, *calls], calls, strict=False) if last is None or last.name != "fsync"]
     found: list[tuple[int, Instant]] = [*((call.number, "before") for call in before), (calls[-1].number, "after")]
     return found + [(call.number, "half way") for call in calls if halves and call.name == "write"]
@@ -71,8 +69,7 @@ def install(
     before it, after it, or half way: of a write, half of the bytes are written. `killer_from`: at this call another
     process is told to kill this one `killer_delay_s` later. `fail`: `NAME PATH`: calls of the function NAME (`*`: any)
     on a path that begins with PATH (that is PATH, if it ends with $); the `nth` of them fails with the errno `error`,
-    and those after it until `until_nth`. `rank`: only in the process with this RANK in its environment.
-    """
+    and those after it until `until_nth`. `rank`: only in the process with this RANK in its environment."""
     watch = _Watch((directory, linked or directory), os.open(trail, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     watch.kill_at, watch.instant = kill_at, instant
     watch.fail, watch.fails, watch.error = fail.split(), range(nth, (until_nth or nth) + 1), error
@@ -93,8 +90,7 @@ def installing(directory: Path, trail: Path, **fault: Any) -> str:
 
 def in_faulty_child(function: Callable[[], object], directory: Path, **fault: Any) -> int:
     """Call a function in a process of its own, with a fault, or none, beneath `directory`; return the exit code, a
-    signal's negative. The trail is `directory` with the suffix `.trail`.
-    """
+    signal's negative. The trail is `directory` with the suffix `.trail`."""
     trail = directory.with_suffix(".trail")
     trail.unlink(missing_ok=True)
 

@@ -28,8 +28,7 @@ def run(
 ) -> Fork:
     """Train from the newest checkpoint, or from the start, to the end; return the process, which has ended.
     `recording`: a file for what power cuts could have left, see `power_cut`. `by`: another `function` than
-    `be_program`, and what it is given besides. `fault`: options of `faulty_calls.install`.
-    """
+    `be_program`, and what it is given besides. `fault`: options of `faulty_calls.install`."""
     trail_of(output).unlink(missing_ok=True)
     fork = shared_commands().call(
         log=output.with_name(f"{output.name}.out"),

@@ -19,8 +19,7 @@ _PATIENT = {"ready_timeout_s": HANG_S, "timeout_s": HANG_S}
 
 def run_orchestrator(config: OrchestratorConfig, **fault: Any) -> int:
     """Run one to its end; return its exit code, negative for a signal. Its log is the output with that suffix. `fault`:
-    options of `faulty_calls.install`; the trail is the output with the suffix `.trail`.
-    """
+    options of `faulty_calls.install`; the trail is the output with the suffix `.trail`."""
     output, trail = config.output_dir, config.output_dir.with_suffix(".trail")
     trail.unlink(missing_ok=True)
     return _run(config, fault=installing(output, trail, **fault))

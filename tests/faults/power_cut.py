@@ -1,7 +1,6 @@
 """What a power cut may leave of a directory, before every call that orders writes: any part of the difference between
 it and what is durable by POSIX. Names without contents, contents without names, both names, half of an append, zeros:
-filesystems that write names in order leave less than this model.
-"""
+filesystems that write names in order leave less than this model."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ def record(directory: Path) -> Callable[[Path], None]:
     """Remember from now on what happens in `directory` in this process; what is there already is durable.
 
     Returns:
-        a function that writes the recording into a file, for `Recording.load`
-    """
+        a function that writes the recording into a file, for `Recording.load`"""
     recorder = _Recorder(directory)
     for name in (*_ORDERING, *_CREATING):
         setattr(os, name, recorder.watched(name, getattr(os, name)))

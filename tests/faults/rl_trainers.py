@@ -29,8 +29,7 @@ class Trainers:
 
     def prepare(self, name: str, **settings: Any) -> Path:
         """Return the configuration of a run that was started once and has all batches in its journal. `settings`: of
-        the trainer.
-        """
+        the trainer."""
         config = {
             "output_dir": str(self._folder / name),
             "max_steps": STEPS,

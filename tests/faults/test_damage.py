@@ -1,6 +1,5 @@
 """Damage to a real checkpoint of `sft`, at hundreds of random places: always noticed by all who may want the step, with
-the file's name.
-"""
+the file's name."""
 
 import os
 import random

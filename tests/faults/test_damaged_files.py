@@ -1,7 +1,6 @@
 """Every file that a killed run of each program has left is damaged, and the same command is given again. It heals that,
 says it, or refuses it with a way out, and never goes on to other bits. A kind of file without a row in `KINDS` fails
-the test.
-"""
+the test."""
 
 import json
 import os
@@ -87,8 +86,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 @dataclass(frozen=True)
 class Program:
     """A run that is killed. `flags`: of its command, where `CASE` stands for the directory that is damaged, and `HOME`
-    for that of all cases.
-    """
+    for that of all cases."""
 
     name: str
     flags: tuple[str, ...]
@@ -238,8 +236,7 @@ def _come_of(program: Program, case: Path, place: str, expected: dict[str, objec
 
 def _cases(killed: Path, done: set[str]) -> list[tuple[str, str]]:
     """Return places of files and what is done to them, for each row that is not `done`; its files take turns. A flipped
-    bit counts most: what is only shown has one damage, and what ends the same two.
-    """
+    bit counts most: what is only shown has one damage, and what ends the same two."""
     places: dict[tuple[str, str], list[str]] = {}
     for place in sorted(_files(killed)):
         places.setdefault(_row(place), []).append(place)

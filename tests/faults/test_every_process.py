@@ -1,6 +1,5 @@
 """Every place of the code that starts a process has a row in `PLACES`, and what a kill of it from outside costs:
-nothing, or a message.
-"""
+nothing, or a message."""
 
 import ast
 import asyncio
@@ -173,8 +172,7 @@ _BOTH = (signal.SIGKILL, signal.SIGTERM)
 @dataclass(frozen=True)
 class Victim:
     """A process that is killed while it loads, while it works, and at its end. `moments`: file and function at whose
-    begin it dies, and how often that has begun before.
-    """
+    begin it dies, and how often that has begun before."""
 
     does: Callable[[Path], object]  # starts it, and returns what comes of that
     moments: tuple[tuple[str, str, int], ...]

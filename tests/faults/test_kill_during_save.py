@@ -1,7 +1,6 @@
 """The trainer of `rl`, killed at any instant of a save, resumes bit for bit: at one of its numbered calls that change
 the run directory, or some time after one. That the state of the other programs is complete,
-`tests/unit/trainer/programs` says.
-"""
+`tests/unit/trainer/programs` says."""
 
 import random
 import shutil

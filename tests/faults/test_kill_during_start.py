@@ -128,13 +128,11 @@ def test_killed_at_any_call_of_a_start_the_next_goes_on_bit_for_bit(case: Case, 
     assert case.prepare(undisturbed) == 0, undisturbed.with_suffix(".out").read_text()
     calls, state = read_trail(undisturbed.with_suffix(".trail")), in_place(undisturbed)
     assert differing(state, in_place(case.directory)), "this start changes nothing"
-
     instants = deaths(calls)
     assert len(instants) >= 15
     for place, (number, instant) in enumerate(instants):
         check_death(number, instant, case, tmp_path / f"death {place}", state)
     assert not case.other or contents(case.other) == untouched
-
     resume = max(RunDir(undisturbed).committed_steps())
     train("sft", undisturbed, case.settings | {"ckpt": {"interval": 2}}, until=LAST, resume=resume)
     ends = [end_state(RunDir(path), last=LAST, first=resume + 1) for path in (undisturbed, finished)]
@@ -166,7 +164,6 @@ def test_killed_at_any_call_of_clean_no_rest_resumes(settings: dict[str, Any], f
     instants = deaths(read_trail(undisturbed.with_suffix(".trail")))
     new = {"notes.txt", "run.json", "run.lock", "configs/attempt_1/sft.toml", "configs/attempt_1/inputs.json"}
     assert contents(undisturbed).keys() == new and (undisturbed / "weights").is_symlink()
-
     old, resumed = RunDir(before).run_id(), 0
     for place, (number, instant) in enumerate(instants):
         output = copy(f"death {place}")

@@ -1,6 +1,5 @@
 """A process that is killed at any call of a save leaves the checkpoint before the save, or the new one, whole. Which
-steps of a run are lost, `test_kill_during_save` asks a whole run.
-"""
+steps of a run are lost, `test_kill_during_save` asks a whole run."""
 
 import shutil
 import signal
@@ -62,7 +61,6 @@ def test_killed_at_any_call_of_a_save_the_old_step_or_the_new_one_is_whole(save_
     training.step()
     bits[2] = training.bits()
     assert bits[1] != bits[2]
-
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(before, undisturbed)
     assert _save(training, undisturbed, save_async=save_async) == 0
@@ -70,7 +68,6 @@ def test_killed_at_any_call_of_a_save_the_old_step_or_the_new_one_is_whole(save_
     calls = read_trail(undisturbed.with_suffix(".trail"))
     kinds = Counter(call.name for call in calls)
     assert kinds["rename"] >= 2 and kinds["fsync"] and kinds["open"] and kinds["mkdir"] and kinds["unlink"], kinds
-
     left = Counter[int]()
     for place, (number, instant) in enumerate(deaths(calls, halves=True)):
         output = tmp_path / f"death {place}"

@@ -1,6 +1,5 @@
 """The orchestrator dies in every state that its calls leave the run directory in; the next one goes on. Stand-ins
-answer over real HTTP and train, as functions of all before: a difference shows in all later batches.
-"""
+answer over real HTTP and train, as functions of all before: a difference shows in all later batches."""
 
 import signal
 from pathlib import Path
@@ -41,7 +40,6 @@ def test_whatever_call_it_dies_at_the_journal_comes_out_the_same(tmp_path: Path)
         expected, calls = run_undisturbed(tmp_path / "straight", engine, _STEPS)
         names = {(call.name, call.path.split("/")[-1].split("-")[0]) for call in calls}
         assert {("rename", ".tmp"), ("write", "generations_2.log"), ("unlink", "generations_2.log")} <= names, names
-
         died, instants = 0, _instants(calls)
         for number, instant in instants:
             run_dir = RunDir(tmp_path / f"killed_{number}_{instant.replace(' ', '_')}")

@@ -1,6 +1,5 @@
 """Every removal of a run's files, killed at each of its calls and begun again: what it removes is there as before, or
-not at all. A place in `src` that removes or renames files and has no row in `REMOVALS` fails the test.
-"""
+not at all. A place in `src` that removes or renames files and has no row in `REMOVALS` fails the test."""
 
 import ast
 import asyncio
@@ -160,8 +159,7 @@ def test_every_removal_in_the_source_is_known() -> None:
 @dataclass(frozen=True)
 class Drive:
     """A removal. `clear`: what the next start clears beside that. `is_there`: whether a file counts, by its place;
-    others are nobody's.
-    """
+    others are nobody's."""
 
     build: Callable[[Path], object]  # makes what is there
     act: Callable[[Path], object]  # removes of it; the next start does so again
@@ -426,7 +424,6 @@ def test_killed_at_any_call_of_a_removal_all_is_as_before_or_gone(
     drive.act(straight)
     drive.clear(straight)
     cleared = _files(straight).keys()
-
     for place, (number, instant) in enumerate(deaths(read_trail(straight.with_suffix(".trail")))):
         case = tmp_path / f"death_{place}"
         other = made(case)

@@ -28,8 +28,7 @@ STEPS = 3
 
 def _crashed(recorded_as: Path, folder: Path) -> Iterator[tuple[str, Survival, RunDir, bool]]:
     """Give ways of losing what was not flushed, in the order of time; if they are many, some of them: which it is, the
-    run directory after it, and whether the run is to be started again, some times for every way.
-    """
+    run directory after it, and whether the run is to be started again, some times for every way."""
     recording, generator = Recording.load(recorded_as), random.Random(0)
     ways: tuple[Survival, ...] = (*SURVIVALS, "torn")
     crashes = [(instant, survival) for instant in recording.instants for survival in ways]
@@ -71,7 +70,6 @@ def test_a_trainers_state_after_a_power_cut_ends_in_the_same_bits(tiny_model: Mo
     ended = run(trainer, straight, recording=recorded_as)
     assert ended.code == 0, ended.log
     expected = end_state(RunDir(straight), last=STEPS)
-
     for where, _, run_dir, is_again in _crashed(recorded_as, tmp_path):
         _assert_whole(run_dir, where)
         assert not lost_batches(run_dir, STEPS), where  # `run` would make them again

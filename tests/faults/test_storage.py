@@ -100,13 +100,11 @@ def test_a_full_disk_ends_the_run_keeps_what_is_there_and_gives_the_space_back(
     check_message(first, "No space left on device", step=3)
     before = shutil.disk_usage(small.path).free
     assert steps_without_ballast(small.path) == [2]
-
     full = start(output, "--ckpt.keep", "1", mode, fault=small.fault).wait()
     check_message(full, f"No space left on device: {output}/checkpoints/.tmp-step_4/")
     assert steps_without_ballast(small.path) == [2]
     assert shutil.disk_usage(small.path).free == before
     assert RunDir(output).published_weights() in ([], [3]) and len(read_metrics(output / "metrics.jsonl")) < LAST + 1
-
     small.release()
     resumed = start(output, mode, fault=small.fault).wait()
     assert resumed.code == 0 and "from step 2 " in resumed.log, resumed.log
@@ -281,7 +279,6 @@ def test_wherever_the_disk_is_full_it_says_so_and_the_journal_comes_out_the_same
         expected, made = run_undisturbed(tmp_path / "straight", engine, _STEPS)
         calls = [call for call in made if call.path.startswith("rollouts")]
         assert {call.name for call in calls} >= set(_FAILING)
-
         told = tried = 0
         for number in _first_and_last_of_each_kind(calls):
             call = calls[number - 1]

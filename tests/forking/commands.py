@@ -106,8 +106,7 @@ class Commands:
         directory of the run, which `argv` names as well. `log`: where its output goes; unset: `output` with the suffix
         `.out`. `environment`: its variables, by default those of this process. `fault`: Python source that runs in the
         command first. `trainer_fault`: the same in its trainer, before the ranks are forked. `until`: stop when the run
-        directory is prepared, or go on and train. `engine`: what the inference servers of `rl` sample with.
-        """
+        directory is prepared, or go on and train. `engine`: what the inference servers of `rl` sample with."""
         require("launch")
         log = log or output.with_name(f"{output.name}.out")
         words = {"fault": fault, "trainer_fault": trainer_fault, "until": until, "engine": engine}

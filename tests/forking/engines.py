@@ -101,8 +101,7 @@ class Engines:
 
         `env` comes on top of the environment of this process. `owner` is the directory of the run that the server
         is for, as `rl` starts it. `sabotage` is Python source that runs in the server before anything else, for
-        faults that cannot be provoked from outside.
-        """
+        faults that cannot be provoked from outside."""
         require("engine")
         arguments = _write_arguments(config, log_path, owner)
         fork = self._server.fork(

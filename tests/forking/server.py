@@ -1,7 +1,6 @@
 """A process that imports what is heavy once, and forks a child for every request: `ForkServer(prepare).fork(function,
 log, ...)`. A request is a line of JSON, answered by a line with the id of the process and one with its exit code. All
-end with the process that asked for them. This file is also the server's program.
-"""
+end with the process that asked for them. This file is also the server's program."""
 
 import importlib
 import importlib.util

@@ -1,6 +1,5 @@
 """Every program of benchmarks/ has a smallest form, which runs to its end; what it prints is what it says it measures.
-Most have a line of `FORMS`: flags, and a check of what is printed. `TESTED` names the tests of the others.
-"""
+Most have a line of `FORMS`: flags, and a check of what is printed. `TESTED` names the tests of the others."""
 
 import json
 import math
@@ -55,8 +54,7 @@ TESTED = {
 class Form:
     """What a benchmark is given, with `{folder}` for an empty directory, and what is asked of its output.
 
-    `engine`: it starts vLLM. `is_emptied`: it leaves nothing in the folder.
-    """
+    `engine`: it starts vLLM. `is_emptied`: it leaves nothing in the folder."""
 
     flags: str
     check: Callable[[str], None]

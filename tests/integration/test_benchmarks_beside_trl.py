@@ -80,11 +80,9 @@ def test_a_run_is_judged_before_and_after_beside_trl_and_not_made_twice(tmp_path
     weights = tmp_path / "runs" / "sort_letters" / "grpo_5_2" / "run" / "weights" / "step_2" / "model.safetensors"
     start = next((tmp_path / "runs" / "sort_letters" / "start" / "sft" / "weights").glob("*/model.safetensors"))
     assert weights.read_bytes() != start.read_bytes()
-
     made = weights.stat().st_mtime_ns
     assert run_learning(tmp_path)[0] == runs, "what is finished stays, and the other runs of the files too"
     assert weights.stat().st_mtime_ns == made
-
     rows = run_lengths(tmp_path, "--lengths", "6", "--variants", "grpo")
     assert [(row["variant"], row["seed"], row["length"]) for row in rows if row["number"] == "greedy"] == [
         ("start", "", "6"),

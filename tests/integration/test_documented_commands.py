@@ -29,8 +29,7 @@ def test_the_page_about_checkpoints(tmp_path: Path) -> None:
 def test_the_readme(tmp_path: Path) -> None:
     """All of it, the quick start too; each of its runs, and the first of first_run.md, is killed and given again. They
     end with the bits of those that nobody killed; so does the second run of the README, as its checksums say. A small
-    model stands in for SmolLM2.
-    """
+    model stands in for SmolLM2."""
     whole, killed = (Checkout(tmp_path / name) for name in ("whole", "killed"))
     printed = {}
     for checkout in (whole, killed):
@@ -50,7 +49,6 @@ def test_the_readme(tmp_path: Path) -> None:
             killed.start(command)
     first = next(filter(is_run, commands(ROOT / "docs" / "first_run.md")))
     killed.start_and_kill(first, printed=printed[tuple(first.words[:3])])
-
     made, remade = ({path.parent.parent.parent.name: path for path in sorted(
         checkout.path.glob("outputs/*/weights/step_*/model.safetensors"), key=lambda path: int(path.parent.name[5:])
     )} for checkout in (whole, killed))  # fmt: skip

@@ -1,6 +1,5 @@
 """Generation by vLLM, and by the stub engine of most runs: reproducible, exact, never silently cut, always with its
-version.
-"""
+version."""
 
 import asyncio
 import json

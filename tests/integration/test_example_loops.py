@@ -79,13 +79,11 @@ def test_an_example_that_was_killed_is_the_example_that_ran_through(name: str, t
     last = MAX_STEPS[name]
     whole = run(script, straight, last)
     assert len(whole) == len(set(whole)) == last
-
     first = run(script, killed, last, kill=True)
     step = committed(killed)[-1]
     assert 0 < step < last and len(first) < last
     second = run(script, killed, last)
     assert first == whole[: len(first)] and second == whole[step:]
-
     ends = [path / f"step_{last}" for path in (straight, killed)]
     listed = [manifest.verify(path).files for path in ends]
     for file in ("trainer/__0_0.distcp", "trainer/progress.json"):

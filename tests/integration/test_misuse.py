@@ -1,7 +1,6 @@
 """Mistakes of somebody who sees the commands for the first time: each is one message that says what to do about it. A
 real command must end with exit code 2, leave nothing, and say so before a model is loaded. Mistakes in the words alone
-are in the unit tests of the command.
-"""
+are in the unit tests of the command."""
 
 import json
 import re
@@ -27,8 +26,7 @@ LOADING = ("importing torch", "loading vllm", "starting the engine", "loading mo
 class Case:
     """One mistake. `words`: behind the command; `{here}` is the directory of the test, `{model}` a whole model,
     `{rows}` good data. `in_trainer`: only the trainer finds it, which is started, and trains nothing: what configs of
-    models hold.
-    """
+    models hold."""
 
     name: str  # what it is
     program: str  # the command

@@ -97,7 +97,6 @@ def test_parts_started_by_hand_end_as_rl_does(shells: Shells, tmp_path: Path, mo
     shells.wait_for(lambda: orchestrator.poll() is not None, inference)
     assert (trainer.returncode, orchestrator.returncode) == (0, 0), shells.logs()
     assert "resuming from step 10" in shells.logs()
-
     server = f"http://127.0.0.1:{shells.port}"
     assert httpx.get(f"{server}/weights", timeout=HANG_S).json()["owner"] is None
     flags = ("--inference.server.port", str(shells.port), "--trainer.parallel.threads", "1", *SMALL_BATCH)

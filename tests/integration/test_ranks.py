@@ -39,8 +39,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 )  # fmt: skip
 def test_two_ranks_compute_what_transformers_does(model: Path, refused: set[str], mesh: Mesh, tmp_path: Path) -> None:
     """Divided in every way, or refused. Falcon-H1 has recurrent layers and scales its logits, and Falcon chooses its
-    attention when it is built; then there are linear attention, experts, and sinks.
-    """
+    attention when it is built; then there are linear attention, experts, and sinks."""
     one = compute(model, mesh)
     plain = reference_outcome(model, random_samples(LENGTHS, seed=1))
     assert float(one["loss"]) == pytest.approx(plain.loss, abs=1e-5)

@@ -1,6 +1,5 @@
 """20 steps of every command give the committed losses and weights, bit for bit; on another kind of machine close
-losses. If numbers are meant to change, `python -m tests.reference_losses` records them, and the commit says why.
-"""
+losses. If numbers are meant to change, `python -m tests.reference_losses` records them, and the commit says why."""
 
 from pathlib import Path
 

@@ -279,8 +279,7 @@ def test_closing_gives_up_a_transfer_that_hangs(server: S3Server, here: RunDir) 
 @pytest.mark.clock
 def test_uploads_that_are_tried_again_leave_the_generator_of_the_process_alone(server: S3Server, here: RunDir) -> None:
     """Its state is in checkpoints; the libraries draw from it for their pauses. The driver tries a request three times
-    by itself, so some of the refusals are for us.
-    """
+    by itself, so some of the refusals are for us."""
     write_checkpoint(here, 1)
     left = iter(["503", *["500"] * 7])
     server.spoil = lambda method, path: next(left, None) if method == "PUT" else None

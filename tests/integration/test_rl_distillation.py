@@ -1,6 +1,5 @@
 """Distillation from a real server: what the teacher says, that a kill changes nothing, and that the student learns; and
-learning from a reward model.
-"""
+learning from a reward model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +63,6 @@ def test_an_on_policy_distillation_survives_kills_bit_for_bit_and_asks_nothing_t
     # One token is sampled for each question; what was in flight at the two kills may be asked again.
     again = teacher.generated_tokens() - asked - _STEPS * _ROLLOUTS
     assert again <= 2 * _ROLLOUTS
-
     rollout = read_batch(killed.run_dir, _STEPS).rollouts[0]
     first = rollout.loss_mask.index(1)
     assert rollout.reference_logprobs is not None

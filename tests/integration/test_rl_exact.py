@@ -52,8 +52,7 @@ def _with_parity_prompt(run_dir: RunDir) -> list[int]:
 @dataclass(frozen=True)
 class SynchronousRuns:
     """A run of 9 steps at async_level 0 that keeps 2 checkpoints, then resumed from the older of them. Its rewards are
-    penalised for the divergence from the reference, with a coefficient that is steered.
-    """
+    penalised for the divergence from the reference, with a coefficient that is steered."""
 
     run_dir: RunDir
     kept: dict[str, list[int]]  # the steps of checkpoints, batches and weights after the first run
@@ -155,7 +154,6 @@ def test_a_stop_and_resume_changes_nothing(reference: CompletedRun, rl_server: U
     # Batch 7 is made by version 5: it must outlive the step that trained version 6.
     assert run_dir.published_weights() == [5, 6]
     assert run_dir.published_batches() == list(range(1, 7))
-
     second = succeeded(tmp_path / "run", *flags, "--max-steps", "12", "--ckpt.resume-step", "6", "--journal.keep", "4")
     assert "resuming from step 6" in second.output
     assert "are in the journal" not in second.output, "batches that were trained are kept, not trained again"

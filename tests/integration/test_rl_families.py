@@ -1,6 +1,5 @@
 """Every family through vLLM as `models/families_in_rl.json` says, and a mixture of experts through `rl`. Every night
-twelve, and a fifth of the others by the date; with TESTS_ALL_FAMILIES=1 all.
-"""
+twelve, and a fifth of the others by the date; with TESTS_ALL_FAMILIES=1 all."""
 
 import os
 import re

@@ -1,6 +1,5 @@
 """`rl` on the real engine, killed and frozen: what it samples is trained on, and a run of which nothing is left goes on
-in the same bits. Most runs of the tests are on the stub engine.
-"""
+in the same bits. Most runs of the tests are on the stub engine."""
 
 import json
 import random

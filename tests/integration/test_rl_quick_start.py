@@ -38,13 +38,11 @@ def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert completed.exit_code == 0, completed.output
     assert not completed.survivors
     assert not _listens(port)
-
     for phase in ("loading vllm", "importing torch", "waiting for batches", "finished step 50 of 50; weights: "):
         assert phase in completed.output
     run_dir = completed.run_dir
     assert all((run_dir.logs(1) / f"{name}.log").stat().st_size for name in ("trainer", "orchestrator", "inference"))
     assert (run_dir.weights_of(50) / "model.safetensors").exists()
-
     lines = read_metrics(run_dir.metrics)
     assert [line["step"] for line in lines] == list(range(1, 51))
     rewards = [line["reward/mean"] for line in lines]

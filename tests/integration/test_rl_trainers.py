@@ -24,7 +24,6 @@ def test_two_ranks_train_as_one_does(
     run = succeeded(tmp_path / "run", *flags, "--max-steps", "4", "--ckpt")
     sharded = run.run_dir.checkpoint(4) / "trainer"
     assert len(list(sharded.glob("*.distcp"))) == len(list(sharded.glob("random_rank_*.json"))) == 2
-
     one, two = read_metrics(reference.run_dir.metrics), read_metrics(run.run_dir.metrics)
     # Both first batches are by version 0, so they are the same; the second trains on the first update.
     for step in (1, 2):

@@ -27,20 +27,17 @@ pytestmark = pytest.mark.everyday
 @pytest.mark.launch
 def test_a_killed_run_ends_in_the_same_bits(tiny_model: ModelFactory, sft_data: Path, tmp_path: Path) -> None:
     """With dropout, shuffling, packing and accumulation; everything is killed while step 6 is being saved. How many
-    steps there are follows from the data, and the schedule from the steps: a resume takes what is stored.
-    """
+    steps there are follows from the data, and the schedule from the steps: a resume takes what is stored."""
     model = tiny_model(weights=False, attention_dropout=0.3)
     flags = ("--epochs", "0.75", "--optim.schedule", "linear", *FLAGS[2:])  # of 60 samples, in batches of 8
     straight = shared_commands().sft(tmp_path / "straight", model, sft_data, *flags).wait()
     assert straight.code == 0 and "7.5 steps an epoch; this run: 0.8 epochs" in straight.log, straight.log
-
     output = tmp_path / "killed"
     killed = shared_commands().sft(output, model, sft_data, *flags, trainer_fault=held_commit(LAST))
     wait_until(lambda: "checkpoint saved: step 4" in killed.log or killed.has_ended, "the checkpoint of step 4")
     os.killpg(killed.pid, signal.SIGKILL)
     run_dir = RunDir(output)
     assert killed.wait().code == -signal.SIGKILL and run_dir.published_weights() == [], killed.log
-
     resumed = shared_commands().sft(output, model, sft_data, *flags).wait()
     assert resumed.code == 0 and "resuming from step 4" in resumed.log, resumed.log
     assert f"finished step {LAST} of {LAST}" in resumed.log and str(run_dir.weights_of(LAST)) in resumed.log

@@ -101,8 +101,7 @@ def test_a_signal_saves_the_current_step_on_all_ranks_and_a_resume_goes_on_bit_f
 ) -> None:
     """One rank gets it from a scheduler that signals every process of a job by itself. That rank waits in a collective
     for rank 0, which is held, and takes the signal when the collective is over. What goes on is a new Python, with
-    another order of sets than the forks before.
-    """
+    another order of sets than the forks before."""
     live = start("--ckpt", fault=held_after(8, until=exists(tmp_path / "signalled")), ranks=2)
     live.wait_for("step  8/")
     processes = [*live.ranks(), live.ranks()[0].parent()]

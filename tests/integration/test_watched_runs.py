@@ -268,14 +268,12 @@ def test_two_profiled_ranks_keep_their_bits(tmp_path: Path, tiny_model: Callable
     assert path == profiled.logs(1) / "profile_steps_2_to_3"
     assert run.log.count(f"profile: {path} (a trace of each rank, for https://ui.perfetto.dev)") == 1
     assert not list(profiled.path.rglob(".tmp-*")) and profiled.clear_leftovers() == []
-
     assert traces(path) == ["rank_0.json.gz", "rank_1.json.gz"]
     for rank in (0, 1):
         trace = Trace.read(path, rank=rank)
         assert trace.steps() == [2, 3]
         for phase in ("forward_backward", "optimizer"):
             trace.check_phase(phase)
-
     train("profiled", "--max-steps", "6", "--profile", "3:5", "--ckpt.resume-step", "latest")
     (path,) = profiled.profiles()
     assert path == profiled.logs(2) / "profile_steps_5_to_5"

@@ -8,8 +8,7 @@
 
 Which test is in which lane, its marks say: see `tests.lanes.marks`. Each run writes `.durations.json`, and the next
 one starts with what takes longest. Options that are not of this program are pytest's, such as `-k` and `-x`; a file is
-run by `uv run pytest FILE`. A lane fails if a file of the repository was written meanwhile.
-"""
+run by `uv run pytest FILE`. A lane fails if a file of the repository was written meanwhile."""
 
 import argparse
 import os

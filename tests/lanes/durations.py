@@ -1,6 +1,5 @@
 """How long tests take: `.durations.json`, which every run writes and the next one orders by; and the bound of the
-everyday lane.
-"""
+everyday lane."""
 
 import fcntl
 import json
@@ -73,8 +72,7 @@ def too_long(seconds: Mapping[str, float], bounds: Mapping[str, float]) -> list[
 class Durations:
     """A plugin of pytest that records durations, and says which everyday tests have taken too long. It fails nothing:
     beside other work every test takes longer. `python -m tests.lanes bound` does, with one at a time. `everyday`:
-    whether the session is one of the everyday lane; other sessions have no bound. `path`: the file of durations.
-    """
+    whether the session is one of the everyday lane; other sessions have no bound. `path`: the file of durations."""
 
     def __init__(self, *, everyday: bool, path: Path = FILE) -> None:
         self._everyday = everyday

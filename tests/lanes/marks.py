@@ -1,6 +1,5 @@
 """Which lane a test belongs to, by the marks that name what it needs: nightly are those that need an engine, commands,
-ranks, pages, TRL or seconds of real time; slurm and gpu are run by hand.
-"""
+ranks, pages, TRL or seconds of real time; slurm and gpu are run by hand."""
 
 from collections.abc import Iterable
 from typing import Literal, get_args
@@ -39,8 +38,7 @@ def begin(marks: Iterable[str]) -> None:
 
 def require(resource: str) -> None:
     """Refuse a resource to a test without its mark; a program that is not a test may have it. Raises `AssertionError`:
-    the test is not marked.
-    """
+    the test is not marked."""
     assert resource in RESOURCES, resource
     if _running is not None and resource not in _running:
         raise AssertionError(f"this test needs the resource `{resource}`: mark it, or it runs in the wrong lane")

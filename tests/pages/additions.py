@@ -1,6 +1,5 @@
 """A copy of the repository to which a section of docs/developing.md is done: ```python add=PATH is a file to add, and
-the lines with `+` of ```diff of=PATH are added to one that is there.
-"""
+the lines with `+` of ```diff of=PATH are added to one that is there."""
 
 import os
 import re

@@ -1,6 +1,5 @@
 """The generated parts of docs/architecture.md, and the ways through the code that its lists tell. `python -m
-tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->`.
-"""
+tests.pages.architecture` writes the parts between `<!-- NAME -->` and `<!-- /NAME -->`."""
 
 import ast
 import re

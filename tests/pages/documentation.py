@@ -10,8 +10,7 @@ Every fence names its language:
     ```diff of=PATH       lines to add to a file of the repository
     ```toml COMMAND       settings of COMMAND
     ```yaml               must be read by a parser
-    ```bash  ```text      a script, which must be one for bash; anything else
-"""
+    ```bash  ```text      a script, which must be one for bash; anything else"""
 
 import re
 import shlex
@@ -137,8 +136,7 @@ def anchors(page: Path) -> set[str]:
 
 def shows(expected: list[str], printed: str) -> str | None:
     """Return the first line of `expected` that `printed` does not have behind those before; None if it has all. Digits
-    stand for any number, `...` for any text, and white space for any other.
-    """
+    stand for any number, `...` for any text, and white space for any other."""
     rest = [_blurred(line) for line in printed.splitlines()]
     for line in expected:
         if not line.strip():

@@ -1,8 +1,7 @@
 """The English of README, docs, docstrings and comments: length of sentences, share of function words, patterns of bad
 style. `python -m tests.pages.english [PAGE --worst 30]` prints pages and the worst sentences, and exits with 1 if a
 limit does not hold; `python -m tests.pages.english src/holdfast/cli.py` does so for docstrings and comments, by their
-lines. Fenced blocks, footnotes and generated parts do not count.
-"""
+lines. Fenced blocks, footnotes and generated parts do not count."""
 
 import argparse
 import ast

@@ -1,7 +1,6 @@
 """Every promise of docs/guarantees.md with its tests and their lanes: `python -m tests.pages.promises [--tried]`. It
 ends with 1 if a promise has no test, or one that pytest does not collect; with `--tried`, for the end of a night, also
-if such a test was skipped when it ran last.
-"""
+if such a test was skipped when it ran last."""
 
 import argparse
 import contextlib
@@ -47,8 +46,7 @@ class _Collected:
 
 def collected_lanes() -> dict[str, set[Lane]]:
     """Return the lanes of all tests, as pytest collects them, by `test_x.py::test_y` and by `test_x.py`. Raises
-    `RuntimeError`: pytest could not collect them.
-    """
+    `RuntimeError`: pytest could not collect them."""
     collected = _Collected()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -57,8 +57,7 @@ def can_be_started(command: Command) -> bool:
 @dataclass
 class Checkout:
     """What the examples need of a checkout, in `path`; `made` is what commands have left there, or would have. `made`:
-    run directory -> the program that made it; the others join, resume or look into it.
-    """
+    run directory -> the program that made it; the others join, resume or look into it."""
 
     path: Path
     made: dict[Path, str] = field(default_factory=dict)
@@ -112,8 +111,7 @@ class Checkout:
 
     def start(self, command: Command, *extra: str, timeout_s: float = 1200) -> str:
         """Run a command and check its exit code, and what the page says that it prints; return what it printed. Most
-        commands are forked, with the stub engine: see `forking.popen`. A small model stands in for SmolLM2.
-        """
+        commands are forked, with the stub engine: see `forking.popen`. A small model stands in for SmolLM2."""
         if command.program == MAKE_MODEL:
             shutil.copytree(self.path / _MODEL, self.path / TARGET)
             return f"made {TARGET}"
@@ -127,8 +125,7 @@ class Checkout:
 
     def start_and_kill(self, command: Command, *extra: str, printed: str) -> None:
         """Start a run, kill all of it when it has printed some of its lines, and give the same words again. `printed`:
-        by the same run where nobody killed it: the moment is drawn from what it said before its last step.
-        """
+        by the same run where nobody killed it: the moment is drawn from what it said before its last step."""
         extra = (*_smaller([*command.words, *extra]), *extra)
         lines = printed.splitlines()
         last = max(number for number, line in enumerate(lines) if re.search(r"step \d+/\d+ ", line))

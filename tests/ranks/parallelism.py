@@ -76,8 +76,7 @@ def train(model_dir: Path, mesh: Mesh, run: str, *, between: Path | None = None)
     """Return losses and norms of a few supervised steps, and the weights after them. Collective.
 
     Args:
-        between: where to save before the last step, which new objects take that load the state.
-    """
+        between: where to save before the last step, which new objects take that load the state."""
     policy, optimizer, objects = build(model_dir, mesh, run)
     optim = RUNS[run][1]
     data, samples = SftDataConfig(name="", seq_len=32, micro_batch_size=1), random_samples(LENGTHS, seed=1)

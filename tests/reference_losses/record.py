@@ -38,8 +38,7 @@ def other_numerics(recorded: Mapping[str, str], here: Mapping[str, str]) -> list
 def differences(recorded: Numbers, now: Numbers) -> list[str]:
     """Return one line for everything that differs: where first, and by how much; no line for equal bits. A batch that
     differs before any loss does was sampled otherwise by the same weights: then the engine has changed, or what it was
-    asked; else the trainer has.
-    """
+    asked; else the trainer has."""
     return [
         *_metric_differences(recorded.metrics, now.metrics),
         *_rollout_differences(recorded.rollouts, now.rollouts),

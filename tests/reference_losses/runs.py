@@ -1,7 +1,6 @@
 """The four runs whose numbers are committed: 20 steps of every command that trains. Together they have what a refactor
 could change unseen: ragged and packed rows, accumulation, clipping, schedules, validation, both optimizers, adapters
-with dropout, stale batches in minibatches. In float32 on one thread, which depend on the machine alone.
-"""
+with dropout, stale batches in minibatches. In float32 on one thread, which depend on the machine alone."""
 
 import hashlib
 import sys

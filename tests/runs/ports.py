@@ -12,8 +12,7 @@ def free_port(count: int = 1) -> int:
     """Return a TCP port that nothing listens on, that no other test has, and that nothing gets by asking for any. Of
     `count` such ports that lie one behind the other it is the first. What a test starts may bind it much later: the
     system would have given a port of its own range to somebody else, and tests in other processes or clones draw from
-    the same range. So each port is taken until this process ends.
-    """
+    the same range. So each port is taken until this process ends."""
     ours = _range()
     while True:
         first = ours[secrets.randbelow(len(ours) - count)]

@@ -49,8 +49,7 @@ class RlRun:
     """One start of the `rl` command, in a session of its own as from a terminal. Launcher, trainer, orchestrator and
     inference servers are forked, see `forking.popen`. Use as a context manager: whatever happens in the test, no
     process is left. `environment`: variables on top of those of this process. `engine`: what an inference server of the
-    run samples with. `starts_python`: start all of it as a user does, vLLM included.
-    """
+    run samples with. `starts_python`: start all of it as a user does, vLLM included."""
 
     def __init__(
         self,

@@ -34,8 +34,7 @@ class Stands:
         self, *, health_url: str | None = None, restarts: int = 3, heals: bool = True, ckpt: Any = None, **programs: str
     ) -> int:
         """Run `programs`, texts of Python with `made(name)`, in the run; `start` is the number of the start of each.
-        `heals`: watch as `rl` is, not as `sft`.
-        """
+        `heals`: watch as `rl` is, not as `sft`."""
         prelude = (
             f"import os, sys, time; os.chdir({str(self.run_dir.path)!r}); from pathlib import Path\n"
             "from holdfast.process.heartbeat import does, moved, start_heartbeat; start_heartbeat()\n"

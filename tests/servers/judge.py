@@ -1,7 +1,6 @@
 """A judge: a real HTTP server that speaks OpenAI's chat protocol, in a thread, or as a program of its own, `python -m
 tests.servers.judge PORT ASKED.jsonl`, which scores by a hash of what it is asked, and writes a line before and behind
-each answer.
-"""
+each answer."""
 
 import asyncio
 import hashlib
@@ -35,8 +34,7 @@ def score_of(body: Body) -> str:
 @dataclass
 class FakeJudge:
     """A judge in a thread. `answer`: what a request is answered with; unset: the number of the request, so that none is
-    answered alike.
-    """
+    answered alike."""
 
     answer: Callable[[Body], Awaitable[Response]] | None = None
     asked: list[Body] = field(default_factory=list)  # the bodies, in order

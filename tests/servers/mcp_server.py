@@ -1,6 +1,5 @@
 """An MCP server that remembers what it was told: `python -m tests.servers.mcp_server [PORT [sessions]]`, else on its
-standard input and output. With `sessions` it speaks the protocol as it was before 2026.
-"""
+standard input and output. With `sessions` it speaks the protocol as it was before 2026."""
 
 import asyncio
 import os

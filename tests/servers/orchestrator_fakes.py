@@ -1,6 +1,5 @@
 """A real HTTP server whose stand-in for a model samples by hashing prompt, seed and weights, and a trainer whose next
-weights hash the last and the batch: any difference between two runs shows in every later batch.
-"""
+weights hash the last and the batch: any difference between two runs shows in every later batch."""
 
 import asyncio
 import hashlib
@@ -55,8 +54,7 @@ class FakeEngine:
     else waiting. `on_claim` is awaited in front of a claim, `before_update` called in front of a push and `on_update`
     behind it. `intercept` gets the number of each generation request, and may answer it in place of the engine.
     `is_away` has every request answered by what stands in front of a server that is not there. `transfers` are the
-    ranks and members that it was to have; `tears_weights` has each of them break off.
-    """
+    ranks and members that it was to have; `tears_weights` has each of them break off."""
 
     model: str = MODEL
     version: int | None = None
@@ -247,8 +245,7 @@ def publish_weights(run_dir: RunDir, version: int, content: bytes) -> None:
 
 class FakeTrainer:
     """Publishes weights `start`, then trains on every batch: its weights are a hash of all that came before. Use as a
-    context manager; a thread works until `max_steps` or the end of the context.
-    """
+    context manager; a thread works until `max_steps` or the end of the context."""
 
     def __init__(self, run_dir: RunDir, *, start: int, max_steps: int) -> None:
         self._run_dir = run_dir

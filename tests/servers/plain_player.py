@@ -12,8 +12,7 @@ Its settings are `starts`, one word for each start, and `directory`, in which it
     falls    gets SIGKILL while it writes its first answer
     refuses  says that it cannot be loaded
     other    has one task more
-    waits    says that it has begun at the named pipe `began`, and waits for who writes `go`
-"""
+    waits    says that it has begun at the named pipe `began`, and waits for who writes `go`"""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """The inference server with numpy in place of vLLM, which samples as exactly: `python -m tests.servers.stub_engine
 CONFIG.toml [RUN DIRECTORY]`. Program, checks, routes, ownership and weight updates are those of `holdfast.inference`;
-`test_engine_contract.py` holds it against vLLM.
-"""
+`test_engine_contract.py` holds it against vLLM."""
 
 import asyncio
 import contextlib

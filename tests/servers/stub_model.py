@@ -1,7 +1,6 @@
 """Qwen3 in numpy, float32: the result of one token depends on nothing but the tokens before it. Shapes: R rows (a token
 of some sequence each), H hidden size, A query heads, K key heads, G query heads of each key head, D size of a head, T
-length of a cache, V vocabulary.
-"""
+length of a cache, V vocabulary."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class Model:
 
     def logits(self, cache: Cache, tokens_R: Ints, positions_R: Ints, slots_R: Ints) -> Floats:
         """Return the logits (R, V) behind each token, whose keys and values are put into the cache. The tokens before a
-        row's are in the cache, or rows as well.
-        """
+        row's are in the cache, or rows as well."""
         num_rows = len(tokens_R)
         spare = -num_rows % _MOST_ROWS
         x_RH = self._tensors["model.embed_tokens.weight"][np.pad(tokens_R, (0, spare))]

@@ -1,6 +1,5 @@
 """The stub engine: all sequences are sampled token by token in one step, between two turns of the event loop, so a
-pause or a swap of weights never meets it in the middle of a step.
-"""
+pause or a swap of weights never meets it in the middle of a step."""
 
 import asyncio
 from collections.abc import Callable
@@ -79,8 +78,7 @@ class _Sequence:
 
 class StubSampler:
     """Samples with the weights that serve. `served`: those at the start, with their digest; None: it waits for the
-    first. `most_rows`: sequences that are sampled at once.
-    """
+    first. `most_rows`: sequences that are sampled at once."""
 
     died: type[Exception] = StubDiedError
     has_died = False

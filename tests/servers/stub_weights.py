@@ -45,8 +45,7 @@ class Weights:
 
     def read(self, directory: Path, version: int | None = None) -> Read:
         """Return whole weights, of an adapter those of the model with it, and the digest of the directory. Raises
-        `DataError`: they cannot be used. Raises `OSError`: they cannot be read.
-        """
+        `DataError`: they cannot be used. Raises `OSError`: they cannot be read."""
         if not directory.is_dir():
             raise DataError(f"{directory} is not a directory")
         files = weights_files(directory)

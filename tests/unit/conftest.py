@@ -77,8 +77,7 @@ def stands(tmp_path: Path) -> Stands:
 @pytest.fixture
 def told(capsys: pytest.CaptureFixture[str]) -> Told:
     """Return a function that says what the test has printed so far, also while another thread prints. `readouterr`
-    empties what it has read: of what is printed in that moment it loses some.
-    """
+    empties what it has read: of what is printed in that moment it loses some."""
     return lambda: getattr(sys.stdout, "getvalue", str)()  # once the test is over, it may be another stream
 
 

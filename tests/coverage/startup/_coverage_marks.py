@@ -1,6 +1,5 @@
 """Imported at the start of every interpreter, by `_coverage_marks.pth`: loads what is measured with its marks. They lie
-in a file that all processes map, so those of a process that was killed, forked or that left by `os._exit` stay.
-"""
+in a file that all processes map, so those of a process that was killed, forked or that left by `os._exit` stay."""
 
 from __future__ import annotations
 

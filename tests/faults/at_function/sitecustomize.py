@@ -1,7 +1,6 @@
 """On PYTHONPATH of what a test starts: one process dies when it begins to run a function. KILL_AT is JSON: `file` (how
 its path ends), `function` (`<module>`: its import), `before` (how often it has begun, in all processes), `signal`, and
-`mark`, the file that the process makes and that keeps others alive.
-"""
+`mark`, the file that the process makes and that keeps others alive."""
 
 import json
 import os

@@ -32,7 +32,6 @@ except HoldfastError as error:
 @contextmanager
 def hub(files: dict[str, bytes], *, fails: set[str] = frozenset()) -> Iterator[str]:
     """Serve one model as the hub does; for `fails` it answers 503."""
-
     app = FastAPI()
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD"])

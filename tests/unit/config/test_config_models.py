@@ -81,8 +81,7 @@ def test_unusual_values_survive_toml(tmp_path: Path) -> None:
 
 def kind_of(path: Path) -> type[Command]:
     """A shipped config is for the command that its name starts with; train and orch are sections of rl. Those in
-    algorithms/ are laid over one of rl.
-    """
+    algorithms/ are laid over one of rl."""
     kinds = {"sft": SftConfig, "lora": SftConfig, "dpo": DpoConfig, "reward": RewardTrainingConfig, "rl": RlConfig,
              "distillation": RlConfig, "train": TrainerConfig, "orch": OrchestratorConfig, "infer": InferenceConfig,
              "evaluate": EvaluateConfig}  # fmt: skip

@@ -134,7 +134,6 @@ def test_a_flag_wins_over_the_environment_over_a_file_over_the_default(
     assert plain(found(config, key)) == highest and not config.variables
     monkeypatch.delenv(name)
     assert plain(found(parsed(f"{flag}={text_of(highest)}"), key)) == highest
-
     if bad is None:
         return
     bad_file = in_file(tmp_path / "bad.toml", key, bad)

@@ -56,7 +56,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, run_command: Command, in_root: Path
     (tmp_path / "code" / "counting.py").write_text(_ENVIRONMENT)
     (tmp_path / "code" / "my_loss.py").write_text(_LOSS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
-
     said: list[str] = []
 
     def launch(program: str, *flags: str) -> str:

@@ -152,7 +152,6 @@ def test_without_the_older_weights_the_resumed_version_is_used_and_said(
 def test_a_killed_batch_reuses_what_was_sampled(tmp_path: Path, engine: FakeEngine) -> None:
     settings = {"max_steps": 3, "environments": [{"id": TWO_TURNS}]}
     straight, killed = RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")
-
     with serving(engine):
         run(make_config(straight.path, engine, **settings))
         engine.requests.clear()
@@ -376,7 +375,6 @@ def test_batches_hold_every_branch_and_every_sampled_token_once(tmp_path: Path, 
 def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, model: Path) -> None:
     """The teacher judges each branch by itself."""
     engine, teacher = FakeEngine(), FakeTeacher(model="the/teacher", version=0, digest="fixed")
-
     with serving(engine, teacher):
         section = {"urls": [teacher.url], "model": "the/teacher", "mode": "logprobs", "max_concurrency": 1}
         straight = configured(tmp_path / "straight", model, engine, teacher=section)

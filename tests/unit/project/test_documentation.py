@@ -150,8 +150,7 @@ def documented(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Checkout:
 
 def play(environment: Any, index: int, answers: list[str]) -> tuple[Any, Any]:
     """Play one session in which the policy says `answers`; return its task and the session. What asks without a prompt
-    of its own begins with none.
-    """
+    of its own begins with none."""
     tokenizer = load_tokenizer(str(BASE))
     task = environment.make_task(TaskSeed(0, "documented", index))
     prompt = tokenizer.prompt(task.prompt) if task.prompt else []

@@ -105,7 +105,6 @@ def test_setting_aside_moves_exactly_the_future(run_dir: RunDir) -> None:
     run_dir.metrics.write_text("".join(lines) + '{"step": 11, "lo')
     run_dir.generations(11).write_text("finished")
     moved = set_aside_after(run_dir, 2, attempt=4)
-
     assert run_dir.committed_steps() == run_dir.published_batches() == [1, 2]
     assert run_dir.published_weights() == [1], "the trainer publishes the resumed version again"
     assert run_dir.metrics.read_text() == "".join(lines[:2])

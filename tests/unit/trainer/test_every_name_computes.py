@@ -135,8 +135,7 @@ def learn(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: ModelFactory, mesh: Mesh, tokenizer: PreTrainedTokenizerBase
 ) -> Learn:
     """Return what has a learner take all steps on what its own policy samples (`play`), and those behind the first half
-    once more, from a checkpoint.
-    """
+    once more, from a checkpoint."""
 
     def make(settings: dict[str, Any], **kind: bool) -> Learned:
         def step_of(run: LearnerRun, step: int) -> dict[str, float]:

@@ -306,7 +306,6 @@ def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path, monkey
             page.evaluate("document.getElementById('settings').scrollIntoView()")
             before = top_of(page, "#settings details")
             assert page.evaluate("scrollY") > 500
-
             train(run_dir, 13)
             for number in range(30):  # a table that grows above where the reader is
                 tell(run_dir, "trainer", f"ALERT: number {number}", time=1.8e9)
@@ -316,7 +315,6 @@ def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path, monkey
             assert page.evaluate("document.getElementById('live').dataset.tag") == tag
             assert abs(top_of(page, "#settings details") - before) < 2
             assert page.evaluate(_OPEN) == opened and page.evaluate(_RANGE) == [low, high]
-
             # What is selected stays until the reader lets go of it.
             page.evaluate("getSelection().selectAllChildren(document.querySelector('#facts td'))")
             train(run_dir, 14)
@@ -325,7 +323,6 @@ def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path, monkey
             page.evaluate("getSelection().removeAllRanges()")
             page.when(_LAST, lambda step: step == 14)
             page.when("document.querySelector('#facts').textContent.includes('14 of 12')")
-
         page.when(_LINE, lambda text: "nobody answers since 2" in text)
         assert f'"uv run report {run_dir.path}" makes the file' in page.evaluate(_LINE)
         # The launcher is started again: the page goes on.

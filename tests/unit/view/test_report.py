@@ -27,8 +27,7 @@ from tests.unit.conftest import Command, Refused
 
 def figures_of(page: Path) -> dict[str, Any]:
     """Return the charts of a page. The library's own classes refuse a misspelt attribute, or a value of another kind,
-    that the page would pass over.
-    """
+    that the page would pass over."""
     figures = charts_in(page.read_text())
     for figure in figures.values():
         go.Figure(**figure)

@@ -131,7 +131,6 @@ def test_words_are_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     (command,) = [line for line in script.splitlines() if line.endswith(" auto &")]
     assert f"{output_dir}/slurm/rl.toml" in shlex.split(command)
     check_shell(script)
-
     (tmp_path / "it's $HOME").mkdir()
     model, data = Path("examples/reverse_text/model").absolute(), Path("examples/reverse_text/sft.jsonl").absolute()
     monkeypatch.chdir(tmp_path / "it's $HOME")
@@ -188,7 +187,6 @@ def test_a_job_is_submitted_with_what_the_user_has_set(
     told = read_toml(RlConfig, run / "slurm" / "rl.toml")
     assert told == parsed(run, "--ckpt.interval", "5") and told.slurm is None
     assert told.model_fields_set == parsed(run, "--ckpt.interval", "5").model_fields_set
-
     sft = parsed_training("sft", tmp_path / "sft", "--ckpt.interval", "5", "--slurm")
     submitter.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
     with pytest.raises(ConfigError, match=r"sbatch refuses .*sft\.sbatch: sbatch: error: invalid partition"):

@@ -406,7 +406,6 @@ def test_how_evaluations_end_is_noted(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_results_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = run_of(tmp_path / "run")
     config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
-
     monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes(run_dir))
     with as_json_lines() as lines:
         code = evaluate_follow._evaluate_step(config, FollowedRun.read(run_dir.path), 0, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started

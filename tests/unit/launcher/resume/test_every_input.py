@@ -1,6 +1,5 @@
 """Every setting that may name an input of a run, found by its type, and what is said when the input is another one at
-the next attempt. A setting without a row in `SETTINGS` fails.
-"""
+the next attempt. A setting without a row in `SETTINGS` fails."""
 
 import inspect
 import re

@@ -1,6 +1,5 @@
 """Where an attempt starts: its own checkpoints, another run's, other weights; and what is refused, with which words.
-The launcher knows checkpoints by their manifests, so files may hold anything here.
-"""
+The launcher knows checkpoints by their manifests, so files may hold anything here."""
 
 import json
 import math
@@ -269,7 +268,6 @@ def test_unfit_weights_are_refused(other: RunDir, sft: Sft, tmp_path: Path, plai
     code, _, err = sft("--ckpt.init-from", other.checkpoint(5), *model)
     assert code == 2 and ".metadata is damaged" in err
     assert sft("--ckpt.init-from", other.checkpoint(5), "--ckpt.verify", "size", *model)[0] == 0
-
     file = tmp_path / "cut.safetensors"
     file.write_bytes((plain_model() / "model.safetensors").read_bytes()[:-1])
     code, _, err = sft("--ckpt.init-from", file, *model)

@@ -179,7 +179,6 @@ def test_engines_that_stay_away_end_the_run(tmp_path: Path, expected: object, mo
     phases = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (warning,) = [event for event in phases if event["phase"].startswith("WARNING")]
     assert warning["url"] == leaving.url and "continues without an inference server" in warning["phase"]
-
     engines = [LeavingEngine(leaves_at=2), LeavingEngine(leaves_at=2)]
     said = r"did not become ready within 0\.2 s \(client\.ready_timeout_s\)"
     with pytest.raises(InferenceError, match=said) as ended:

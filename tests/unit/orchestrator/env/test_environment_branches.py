@@ -94,7 +94,6 @@ def test_each_branch_is_what_the_template_writes_token_for_token() -> None:
     assert session.token_ids.tolist() == first + second and session.branch_starts == (0, len(first))
     seen = played.tokenizer.decode(prompts[1], skip_special_tokens=False)
     assert "Hm." not in seen and "No." in seen, "the template leaves out the thoughts alone"
-
     # Every sampled token once, with what the engine said of it.
     places = [place for place, used in enumerate(session.loss_mask) if used]
     assert [session.token_ids[place] for place in places] == [token for turn in sampled for token in turn]

@@ -47,8 +47,7 @@ def add(a: int, b: int = 1) -> int:
     Args:
         a: the first one.
         b: the second one,
-            which may be left out.
-    """
+            which may be left out."""
     return a + b
 
 
@@ -56,8 +55,7 @@ async def wait(what: str) -> str:
     """Wait for ever.
 
     Args:
-        what: for this.
-    """
+        what: for this."""
     await asyncio.Event().wait()
     return what
 
@@ -74,8 +72,7 @@ def fail(how: str) -> Any:
     """Fail.
 
     Args:
-        how: in this way.
-    """
+        how: in this way."""
     if how == "object":
         return object()
     if how == "memory":
@@ -97,8 +94,7 @@ class Adds(Environment):
         """Note a text.
 
         Args:
-            text: to note.
-        """
+            text: to note."""
         assert session.task is not None
         session.state.setdefault("noted", []).append(text)
         return {"noted": session.state["noted"], "by": session.task.answer, "first": self.first}
@@ -119,7 +115,6 @@ def play(
     environment = environment or Adds()
     tokenizer = tokenizer_of(template)
     end = {"llama3_1": "<|eot_id|>", "mistral_v3": "</s>"}.get(template, "<|im_end|>")
-
     config = EnvironmentConfig(id="reverse_text", **settings)
     tool_use = tool_use_of(environment, config, tokenizer)
     assert tool_use is tool_use_of(environment, config, tokenizer), "made once"
@@ -174,8 +169,7 @@ def test_functions_that_are_no_tools_are_refused_with_the_reason() -> None:
         """Do.
 
         Args:
-            numbr: a number.
-        """
+            numbr: a number."""
 
     reasons = {
         silent: "'silent' has no docstring", untyped: "`a` has no annotation",
@@ -277,7 +271,6 @@ def test_a_session_with_tools_is_one_sample_with_the_tokens_of_the_whole_chat(te
         chat += [message, {"role": "tool", "name": name, "content": answer, "tool_call_id": call["id"]}]
         prompts.append(tokenizer.prompt(chat, tools=schemas))
     turns.append(said(tokenizer, chat, {"role": "assistant", "content": f"{thought}It is 3."}, schemas))
-
     session = play(template, turns)
     assert session.texts[-1].endswith("It is 3.") and session.state == {"noted": ["x"]}
     assert session.tool_counts == {"calls": 2, "unanswered": 0}

@@ -56,8 +56,7 @@ async def play(
     before_turn: Mapping[int, Callable[[], object]] | None = None,
 ) -> list[Session]:
     """Play sessions at the same time, in which the policy says what is given. `before` is called ahead of them, and one
-    of `before_turn` ahead of the turn of that number, from 0.
-    """
+    of `before_turn` ahead of the turn of that number, from 0."""
     tokenizer = tokenizer_of("hermes")
     environment = Asks()
     problem = Problem(environment, settings, TaskSeed(0, "asks", 0))

@@ -120,7 +120,6 @@ def test_an_evaluation_that_was_cut_off_goes_on_and_asks_nothing_twice(tmp_path:
     directory = tmp_path / "cut"
     with serving(engine):
         config = config_of(directory, engine, max_concurrency=8)
-
         cancel_at(12, engine, lambda: main.run(config))
         lines = directory / "rollouts.jsonl"
         before = len(read_tasks(lines, samples_per_task=config.samples_per_task)[0])

@@ -50,7 +50,6 @@ def test_all_state_comes_back_bit_for_bit(make_state: MakeState, run_dir: RunDir
     straight = copied(state.tensors())
     checkpointer.close()
     assert run_dir.committed_steps() == [3]
-
     resumed = make_state(seed=1, weights=False)
     seed_everything(99, step=7, rank=3)
     load(run_dir, resumed, 3)

@@ -163,13 +163,11 @@ def test_every_optimizer_resumes_bit_for_bit(kind: str, done: int, tmp_path: Pat
     model, optimizer = start(0)
     straight = [step(model, optimizer) for _ in range(done + 3)]
     expected = everything(model, optimizer)
-
     model, optimizer = start(0)
     losses = [step(model, optimizer) for _ in range(done)]
     save_state(tmp_path / "saved", {"model": model, "optimizer": optimizer}, step=done)
     untouched = [step(model, optimizer) for _ in range(3)]
     assert losses + untouched == straight and everything(model, optimizer) == expected, "saving changes nothing"
-
     for steps_before_loading in (0, 2):  # a fresh optimizer, and one with state to be replaced
         model, optimizer = start(1)
         for _ in range(steps_before_loading):

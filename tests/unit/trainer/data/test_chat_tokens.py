@@ -422,8 +422,7 @@ def test_a_schema_is_what_transformers_makes_of_the_function() -> None:
             kind: a kind.
 
         Returns:
-            Nothing.
-        """
+            Nothing."""
 
     for function in (every, block):
         theirs = get_json_schema(function)

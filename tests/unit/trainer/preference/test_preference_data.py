@@ -266,7 +266,6 @@ def test_a_step_is_what_logits_and_the_formula_give_however_it_is_split(policy: 
     pairs = ragged_pairs(4)
     metrics, gradients = step_of(policy, mesh, pairs)
     offsets = torch.from_numpy(np.random.default_rng(1).normal(size=(4, 2)))
-
     loss = torch.zeros((), dtype=torch.float64)
     for pair, offset in zip(pairs, offsets, strict=True):
         w, l = (answer_logprob(policy, side) for side in pair.sides)  # noqa: E741

@@ -61,8 +61,7 @@ def make_batch(
     step: int, *, truncated: Sequence[int] = (), sampling: Sampling = AT_09, prompts: Sequence[int] = ()
 ) -> Batch:
     """Three groups of four rollouts that depend on the step; `truncated`: which of the twelve are. `prompts`: how many
-    tokens the one prompt of each group has; a tool speaks within its answers.
-    """
+    tokens the one prompt of each group has; a tool speaks within its answers."""
     generator, rollouts = np.random.default_rng(step), []
     for number in range(GROUPS * GROUP_SIZE):
         group, length, mask = number // GROUP_SIZE, int(generator.integers(1, 9)), {}
@@ -370,7 +369,6 @@ def test_whole_vocabularies_of_a_teacher_are_a_term_of_the_loss(
     assert metrics["distillation/kl"] == pytest.approx(mean / tokens, rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert not any(data.advantages_N.any() for data in seen)
-
     lines = [metrics, *(run.learn(step) for step in (2, 3))]
     assert lines[2]["distillation/kl"] < lines[0]["distillation/kl"]
     seen.clear()
@@ -456,7 +454,6 @@ def test_until_the_critic_is_warm_the_policy_stays_as_it_is(start: Start, seen: 
     assert last["lr"] == 1e-3 and last["grad_norm"] > 0 and last["ppo_kl"] > 0
     moved = run.tensors()
     assert all(not torch.equal(moved[name], after[name]) for name in moved if name.startswith("optim."))
-
     resumed = start(**settings, resume_step=1)
     assert [resumed.learn(2), resumed.learn(3)] == [warm[1], last]
     assert all(torch.equal(tensor, moved[name]) for name, tensor in resumed.tensors().items())

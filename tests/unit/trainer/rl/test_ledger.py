@@ -167,7 +167,6 @@ def test_the_ledger_follows_the_journal_from_a_start_and_from_a_checkpoint(tmp_p
         progress.advance(samples=len(batch.rollouts), tokens=TOKENS * len(batch.rollouts))
         saved = ledger.attachments()
     assert saved == {"orchestrator/orchestrator.json": (run_dir.batch(2) / "orchestrator.json").read_bytes()}
-
     directory = run_dir.checkpoint(2) / "orchestrator"
     directory.mkdir(parents=True)
     (directory / "orchestrator.json").write_bytes(saved["orchestrator/orchestrator.json"])
