@@ -64,8 +64,7 @@ def _time_of(step: int, attempt: int) -> float:
 def _write_timeline(run_dir: RunDir, steps: int, resumed_from: tuple[int, ...]) -> None:
     """Write the spans of every attempt, up to where the next one goes on."""
     encoder = msgspec.json.Encoder()
-    bounds = [0, *resumed_from, steps]
-    for number, (first, last) in enumerate(itertools.pairwise(bounds), start=1):
+    for number, (first, last) in enumerate(itertools.pairwise([0, *resumed_from, steps]), start=1):
         begin = _time_of(first, number) + 6
         spans = {name: [Span(name, "start", begin, begin, step=first)] for name in ("trainer", "orchestrator")}
         for step in range(first + 1, last + 1):

@@ -58,8 +58,7 @@ def test_every_optimizer_of_a_package_goes_on_or_is_refused(package: str, tmp_pa
         if not issubclass(kind, Optimizer) or kind is Optimizer:
             continue
         try:
-            straight = start(kind, 0)
-            expected = losses(straight, range(6))[3:]
+            expected = losses(start(kind, 0), range(6))[3:]
         except Exception:  # noqa: BLE001 - whatever keeps it from running here: a GPU, more arguments, a wrapped one
             ends["does not run here"] += 1
             continue

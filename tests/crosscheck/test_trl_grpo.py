@@ -156,8 +156,7 @@ def test_the_kl_term_is_trls(estimator: KlEstimator, trl_trainers: ModuleType, m
     base = {"base_logprobs_N": data.sampler_logprobs_N}
     kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator, **base)
     loss = build_policy_loss(config)
-    penalised = with_kl_term(loss, config, KlCoefficient(beta), estimator)
-    ours = penalised(data)[0] - loss(data)[0]
+    ours = with_kl_term(loss, config, KlCoefficient(beta), estimator)(data)[0] - loss(data)[0]
     assert_same_loss_and_gradient(theirs, ours, data)
     assert kl_N.mean().item() == pytest.approx(logged, rel=1e-6)
 

@@ -162,8 +162,7 @@ def _run(directory: Path) -> object:
     paths = {"PYTHONPATH": str(both.parent)}
     flags = (*SMALL_BATCH, "--max-steps", "3", "--ckpt.interval", "2", "--trainer.parallel.threads", "1")
     port = ("--inference.server.port", str(free_port()))
-    completed = succeeded(directory, *flags, *port, environment=paths, starts_python=True)
-    return outcome(completed.run_dir, 3)
+    return outcome(succeeded(directory, *flags, *port, environment=paths, starts_python=True).run_dir, 3)
 
 
 _BOTH = (signal.SIGKILL, signal.SIGTERM)

@@ -31,8 +31,7 @@ class Training:
 
     def checkpointer(self, output: Path, *, save_async: bool) -> Checkpointer:
         parts = {"model": self.model, "optimizer": self.optimizer}
-        directory = RunDir(output).checkpoints
-        return Checkpointer(directory, parts, save_async=save_async, retention=Retention(keep=1))
+        return Checkpointer(RunDir(output).checkpoints, parts, save_async=save_async, retention=Retention(keep=1))
 
     def bits(self) -> list[bytes]:
         tensors = [*self.model.parameters(), *(one["exp_avg"] for one in self.optimizer.state.values())]

@@ -60,6 +60,5 @@ def test_a_run_killed_in_its_reference_ends_with_the_same_bits(tiny_model: Model
     assert start(tmp_path / "killed", dies_in=6).code == -signal.SIGKILL
     again = start(tmp_path / "killed")
     assert straight.code == again.code == 0, again.log
-    states = [end_state(RunDir(tmp_path / name), last=LAST) for name in ("straight", "killed")]
-    assert not differing(*states)
+    assert not differing(*[end_state(RunDir(tmp_path / name), last=LAST) for name in ("straight", "killed")])
     assert again.log.count("a block") == straight.log.count("a block") - 5 > 0

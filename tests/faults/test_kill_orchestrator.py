@@ -54,7 +54,6 @@ def test_whatever_call_it_dies_at_the_journal_comes_out_the_same(tmp_path: Path)
                 assert run_orchestrator(config) == 0, run_dir.path.with_suffix(".log").read_text()
             where = f"call {number}, {instant}: {calls[number - 1]}"
             assert journaled(run_dir, _STEPS) == expected, where
-            again = {seed for request in engine.requests[asked:] for seed in request["seeds"]}
-            assert not logged & again, where
+            assert not logged & {seed for request in engine.requests[asked:] for seed in request["seeds"]}, where
             assert len(engine.requests) - asked <= 3 * (_STEPS - len(visible)), where
         assert died > 0.9 * len(instants)

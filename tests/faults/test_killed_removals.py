@@ -460,5 +460,4 @@ def test_every_removal_that_is_driven_here_is_reached(tmp_path: Path) -> None:
             drive.clear(case)
         finally:
             sys.setprofile(None)
-    wanted = {place for place, how in REMOVALS.items() if how in DRIVES}
-    assert wanted - reached == set()
+    assert {place for place, how in REMOVALS.items() if how in DRIVES} - reached == set()

@@ -40,8 +40,7 @@ def start(tiny_model: ModelFactory, sft_data: Path) -> Start:
 
 @pytest.fixture(scope="module")
 def wanted(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    run = start(tmp_path_factory.mktemp("undisturbed") / "run").succeed()
-    return end_state(run.output)
+    return end_state(start(tmp_path_factory.mktemp("undisturbed") / "run").succeed().output)
 
 
 @pytest.fixture
@@ -173,8 +172,7 @@ def test_a_disk_that_breaks_for_good(start: Start, output: Path, tmp_path: Path)
         check_message(run, reason, step=step)
         copied = tmp_path / "rescued"
         shutil.copytree(output, copied, ignore=shutil.ignore_patterns("checkpoints"))
-        steps = [path.name for path in disk.view(place).iterdir() if path.name.startswith("step_")]
-        for name in steps:
+        for name in [path.name for path in disk.view(place).iterdir() if path.name.startswith("step_")]:
             shutil.copytree(disk.view(place) / name, copied / "checkpoints" / name)
     assert sorted(whole_steps(copied / "checkpoints"))[-1] == step - 2
     resumed = start(copied, "--max-steps", str(step + 2), "--ckpt.keep", "20").wait()
@@ -209,8 +207,7 @@ def failing(output: Path, call: str, *, nth: int = 1, until_nth: int | None = No
 @pytest.mark.parametrize("case", FAILURES)
 def test_an_io_error_anywhere_in_a_save_fails_it_whole(start: Start, output: Path, case: str) -> None:
     call, nth = FAILURES[case]
-    run = start(output, trainer_fault=failing(output, call, nth=nth)).wait()
-    check_message(run, _EIO)
+    check_message(start(output, trainer_fault=failing(output, call, nth=nth)).wait(), _EIO)
     assert sorted(whole_steps(output / "checkpoints")) == [2]
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step_2"]
 
@@ -224,8 +221,7 @@ def test_told_to_warn_the_next_save_commits_in_the_same_run(start: Start, wanted
 
 def test_a_disk_that_dies_in_a_save_takes_nothing_committed(start: Start, wanted: dict[str, Any], output: Path) -> None:
     """Every call fails from then on, also those that would clear up: the next start does that."""
-    dead = failing(output, "* .tmp-step_4", nth=60, until_nth=10**9)
-    run = start(output, trainer_fault=dead).wait()
+    run = start(output, trainer_fault=failing(output, "* .tmp-step_4", nth=60, until_nth=10**9)).wait()
     check_message(run, _EIO)
     assert sorted(whole_steps(output / "checkpoints")) == [2] and (output / "checkpoints/.tmp-step_4").exists()
     resumed = start(output).wait()
@@ -244,8 +240,7 @@ def test_what_cannot_be_removed_is_said_and_the_new_step_stays(start: Start, out
 
 def test_a_step_whose_name_is_not_flushed_counts_as_failed_and_may_be_used(start: Start, output: Path) -> None:
     """The last flush of a save: the step is whole and has its name, but a power cut could take that away."""
-    run = start(output, trainer_fault=failing(output, "fsync .$", nth=2)).wait()
-    check_message(run, _EIO)
+    check_message(start(output, trainer_fault=failing(output, "fsync .$", nth=2)).wait(), _EIO)
     assert sorted(whole_steps(output / "checkpoints")) == [2, 4]
 
 

@@ -112,8 +112,7 @@ class Commands:
         words = {"fault": fault, "trainer_fault": trainer_fault, "until": until, "engine": engine}
         called = "tests.forking.commands:be_command"
         server = self._server if engine == "stub" else shared_engines().server_of_launchers()
-        fork = server.fork(called, log, environment=environment, program=program, argv=argv, **words)
-        return Run(output, fork)
+        return Run(output, server.fork(called, log, environment=environment, program=program, argv=argv, **words))
 
     def module(self, log: Path, *argv: str | Path, fault: str = "", at_end: str = "", is_ranks: bool = False) -> Fork:
         """Start `python -m ARGV`. `fault`, `at_end`: Python source that runs in it first and last."""

@@ -43,8 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_dir(tmp_path_factory: pytest.TempPathFactory, model: Path, sft_data: Path) -> RunDir:
     flags = ("--max-steps", str(STEPS), "--ckpt.interval", "1", "--parallel.num-ranks", "2")
     flags = (*flags, "--model.dtype", "bfloat16", "--model.init", "pretrained")
-    output = tmp_path_factory.mktemp("run") / "run"
-    return succeeded(run_sft(output, model, sft_data, *flags)).run_dir
+    return succeeded(run_sft(tmp_path_factory.mktemp("run") / "run", model, sft_data, *flags)).run_dir
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,7 @@ def bare_step(run_dir: RunDir, target: Path) -> Path:
 
 def test_an_export_equals_the_published_weights_bit_for_bit(run_dir: RunDir, tmp_path: Path) -> None:
     target = tmp_path / "new" / "export"
-    done = ckpt("export", run_dir.path, STEPS, "--to", target, "--json")
-    written = json.loads(done.stdout)
+    written = json.loads(ckpt("export", run_dir.path, STEPS, "--to", target, "--json").stdout)
     assert (written["directory"], written["dtype"], written["files"]) == (str(target), "bfloat16", 1)
     published = run_dir.weights_of(STEPS)
     names = {str(path.relative_to(published)) for path in published.rglob("*")} - {"manifest.json"}

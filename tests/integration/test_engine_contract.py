@@ -161,8 +161,7 @@ def test_a_float32_head_rounds_no_logit(model: Path, tmp_path: Path, fp32_lm_hea
     """Differences of log-probabilities are those of logits: of bfloat16 ones, multiples of a power of two."""
     with _served("vllm", model, tmp_path, dtype="bfloat16", fp32_lm_head=fp32_lm_head) as server:
         choices = server.choices(seeds=list(range(200)), max_tokens=1)
-    found = {choice["token_ids"][0]: choice["logprobs"][0] for choice in choices}
-    first, *others = found.values()
+    first, *others = {choice["token_ids"][0]: choice["logprobs"][0] for choice in choices}.values()
     assert len(others) >= 5
     steps = [(other - first) * 2**12 for other in others]
     share = sum(abs(step - round(step)) < 0.01 for step in steps) / len(steps)

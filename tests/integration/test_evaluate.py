@@ -80,8 +80,7 @@ def test_steps_of_a_run_are_evaluated_and_compared(reference: CompletedRun, tmp_
     compared = shared_commands().start(
         "evaluate", tmp_path / "compared", ["--compare", str(tmp_path / "10"), str(tmp_path / "last"), "--json"]
     )
-    out = compared.wait().log
-    (line, *_) = json.loads(out)["lines"]
+    (line, *_) = json.loads(compared.wait().log)["lines"]
     assert (line["name"], line["num_tasks"]) == ("avg@4", 12)
     assert line["second"]["value"] == last.environments["reverse_text"].estimates["avg@4"].value
     assert 0 < line["paired"]["p_value"] <= 1

@@ -278,8 +278,7 @@ def test_without_weights_the_server_is_healthy_and_waits(engine: Engine, tmp_pat
             response = client.http.post(path, json=body)
             assert (response.status_code, response.headers["x-policy-version"]) == (503, "none")
             assert "no weights yet" in response.json()["error"]
-        wrong = write_model(tmp_path / "c", seed=1, tied=False)
-        assert client.push(wrong).status_code == 409
+        assert client.push(write_model(tmp_path / "c", seed=1, tied=False)).status_code == 409
         assert client.push(tmp_path / "b").json()["digest"] == weights_digest(tmp_path / "b")
         assert client.http.get("/health").json()["weights"] == client.version
         _assert_logprobs(tmp_path / "b", client.generate())

@@ -94,8 +94,7 @@ def test_faults_of_environments_cost_their_groups_and_training_goes_on(rl_server
         "worker_memory_gb": 0.7,
     }
     flags = ("--orchestrator.environments", json.dumps([section]), *rl_server.flags, "--max-steps", str(_STEPS + 1))
-    completed = succeeded(tmp_path / "run", *flags)
-    lines = read_metrics(completed.run_dir.metrics)
+    lines = read_metrics(succeeded(tmp_path / "run", *flags).run_dir.metrics)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0.0 for line in lines)
     counted = [{name: line[f"groups/dropped/{name}"] for name in _REASONS} for line in lines]

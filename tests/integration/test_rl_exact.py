@@ -45,8 +45,7 @@ def _check_versions(run_dir: RunDir, *, async_level: int) -> list[int]:
 
 
 def _with_parity_prompt(run_dir: RunDir) -> list[int]:
-    versions = run_dir.published_weights()
-    return [one for one in versions if (run_dir.weights_of(one) / PARITY_PROMPT_NAME).exists()]
+    return [one for one in run_dir.published_weights() if (run_dir.weights_of(one) / PARITY_PROMPT_NAME).exists()]
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,7 @@ def test_every_rollout_is_by_the_version_of_the_strict_schedule(reference: Compl
 
 def test_a_stop_and_resume_changes_nothing(reference: CompletedRun, rl_server: UsedServer, tmp_path: Path) -> None:
     flags = (*rl_server.flags, "--ckpt")
-    first = succeeded(tmp_path / "run", *flags, "--max-steps", "6")
-    run_dir = first.run_dir
+    run_dir = succeeded(tmp_path / "run", *flags, "--max-steps", "6").run_dir
     assert run_dir.committed_steps() == [6]
     # Batch 7 is made by version 5: it must outlive the step that trained version 6.
     assert run_dir.published_weights() == [5, 6]
@@ -188,11 +186,9 @@ def test_rl_sends_adapters_to_the_engine_which_computes_as_the_trainer(rl_server
     flags = (*rl_server.flags, *LORA, "--trainer.optim.lr", "5e-3", "--async-level", "0", "--ckpt.interval", "2")
     run_dir = succeeded(tmp_path / "run", *flags, "--max-steps", "6").run_dir
     for version in run_dir.published_weights():
-        directory = run_dir.weights_of(version)
-        assert kind_of(directory) is (Kind.WEIGHTS if version == 6 else Kind.ADAPTER)
+        assert kind_of(run_dir.weights_of(version)) is (Kind.WEIGHTS if version == 6 else Kind.ADAPTER)
     # Of a fresh batch, the ratio shows whether the engine computes what the trainer computes.
-    lines = read_metrics(run_dir.metrics)
-    for line in lines:
+    for line in read_metrics(run_dir.metrics):
         assert 0 < line["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE, line
     base, trained = (load_file(place / "model.safetensors") for place in (MODEL, run_dir.weights_of(6)))
     changes = [float((base[name] - trained[name]).abs().max()) for name in base]

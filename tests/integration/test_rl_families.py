@@ -57,10 +57,8 @@ def test_engine_and_trainer_agree_or_the_family_is_refused(name: str, mesh: Mesh
 
 def test_rl_trains_a_mixture_of_experts(tiny_model: ModelFactory, tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
-    model = tiny_model("mixtral", tied=False, **experts)
-    run = _trained(model, tmp_path / "run")
-    again = _trained(run.run_dir.weights_of(3), tmp_path / "on")
-    for done in (run, again):
+    run = _trained(tiny_model("mixtral", tied=False, **experts), tmp_path / "run")
+    for done in (run, _trained(run.run_dir.weights_of(3), tmp_path / "on")):
         first = next(iter(read_metrics(done.run_dir.metrics)))
         assert first["mismatch_kl"] is not None and first["mismatch_kl"] < HIGHEST_MISMATCH_KL
 

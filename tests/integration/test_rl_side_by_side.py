@@ -86,8 +86,7 @@ def test_two_quick_starts_of_the_same_moment_end_with_the_bits_of_each_alone(tmp
         ended = [complete(run) for run in (one, two)]
     assert sum("is not free" in run.output for run in ended) >= 1
     for run, alone_flags in zip(ended, (flags, other), strict=True):
-        alone = succeeded(tmp_path / f"{run.run_dir.path.name}_alone", *alone_flags)
-        assert_same_end(run, alone, _STEPS)
+        assert_same_end(run, succeeded(tmp_path / f"{run.run_dir.path.name}_alone", *alone_flags), _STEPS)
 
 
 def test_an_engine_that_is_killed_between_two_turns_changes_nothing(

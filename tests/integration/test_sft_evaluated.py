@@ -49,8 +49,7 @@ def test_every_due_step_is_evaluated_once_and_training_is_as_without(tmp_path: P
     assert [step for step in range(9) if run_dir.is_evaluated(step)] == [0, 4, 8]
     for step in (0, 4, 8):
         assert again.log.count(f"evaluated: step {step}, ") == 1, again.log
-        summary = summary_in(run_dir.evaluation(step))
-        assert summary.environments["reverse_text"].num_tasks == 6
+        assert summary_in(run_dir.evaluation(step)).environments["reverse_text"].num_tasks == 6
         served = run_dir.evaluation(step) / "config" / "inference.toml"
         assert "threads" not in served.read_text(), "the trainer needs cores as well"
         assert not list(run_dir.evaluation(step).glob("model_step_*")), "what was exported for it is gone"

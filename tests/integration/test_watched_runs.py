@@ -96,8 +96,7 @@ def _trained(run_dir: RunDir) -> list[tuple[int, float]]:
 
 def test_a_run_its_resume_and_another_way(run_tracked: Tracked) -> None:
     tracked = ("--tracking.backends", f"tensorboard,{_OWN}", *_PATIENT, "--ckpt.interval", "2")
-    first = succeeded(run_tracked("--max-steps", "4", *tracked))
-    run_dir = first.run_dir
+    run_dir = succeeded(run_tracked("--max-steps", "4", *tracked)).run_dir
     assert _sent(run_dir) == _trained(run_dir)
     succeeded(run_tracked("--max-steps", "6", "--ckpt.resume-step", "latest", *tracked))
     assert run_dir.rewinds() == [] and _sent(run_dir) == _trained(run_dir)

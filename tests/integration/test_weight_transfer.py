@@ -84,5 +84,4 @@ def test_a_trainer_that_is_killed_while_it_sends_costs_nothing(
         for path in healed.run_dir.path.rglob("orchestrator.log")
     ]
     assert sum(torn) == 2, healed.output
-    starts = re.findall("inference.*starting it again", healed.output)
-    assert not starts, "the engine was mended where it was"
+    assert not re.findall("inference.*starting it again", healed.output), "the engine was mended where it was"

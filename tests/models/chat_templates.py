@@ -57,8 +57,7 @@ def make_tokenizer(kind: str, template: str, *, adds_bos: bool) -> PreTrainedTok
 
 def make_chat_tokenizer(kind: str, template: str, *, adds_bos: bool) -> Tokenizer:
     """Return the same as a tokenizer of ours, which does without transformers."""
-    backend = make_backend(kind, adds_bos=adds_bos)
-    return Tokenizer(backend, name="", templates=template, special=_ROLES)
+    return Tokenizer(make_backend(kind, adds_bos=adds_bos), name="", templates=template, special=_ROLES)
 
 
 def write_tokenizer(directory: Path, template: str) -> Path:
@@ -108,8 +107,7 @@ def _metaspace(scheme: str) -> Backend:
     )
     special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces = [word for line in _CORPUS for word in line.split()]  # no token is longer than a word
-    trainer = trainers.BpeTrainer(vocab_size=520, special_tokens=special, **_QUIET)
-    backend.train_from_iterator(pieces, trainer)
+    backend.train_from_iterator(pieces, trainers.BpeTrainer(vocab_size=520, special_tokens=special, **_QUIET))
     return backend
 
 

@@ -65,8 +65,7 @@ def write_model(family: Family, directory: Path, *, seed: int) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
-                noise = torch.randn_like(parameter)
-                parameter.add_(noise * (0.2 if parameter.ndim == 1 else 0.05))
+                parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.05))
     model.save_pretrained(directory)
     return directory
 

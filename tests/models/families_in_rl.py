@@ -116,8 +116,7 @@ def measure(name: str, directory: Path, mesh: Mesh) -> float:
     layout = TensorLayout(policy.hf_model, names_in_files(str(model)))
     tokenizer = AutoTokenizer.from_pretrained(model)
     publisher = WeightPublisher(RunDir(directory / "run"), policy, tokenizer, mesh, dtype="float32", layout=layout)
-    published = publisher.publish(1)
-    answers = _sampled(model, published, directory)
+    answers = _sampled(model, publisher.publish(1), directory)
     policy.eval()
     gaps = []
     for prompt, choices in answers:

@@ -141,8 +141,7 @@ def shows(expected: list[str], printed: str) -> str | None:
     for line in expected:
         if not line.strip():
             continue
-        parts = [re.escape(_blurred(part)) for part in line.split("...")]
-        pattern = re.compile(r".*".join(parts))
+        pattern = re.compile(r".*".join([re.escape(_blurred(part)) for part in line.split("...")]))
         place = next((number for number, other in enumerate(rest) if pattern.fullmatch(other)), None)
         if place is None:
             return line

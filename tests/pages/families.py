@@ -61,5 +61,4 @@ def page(rows: Mapping[str, Row]) -> str:
     usual = [name for name, others in cells.items() if others[1:] == ["packed", "yes"]]
     text, num_lists = _USUAL.subn(textwrap.fill(", ".join(usual), 120, break_on_hyphens=False), text)
     assert num_lists == 1, "docs/models.md has lost its list"
-    lines = [f"| {' | '.join(cells[name])} |\n" for name in cells if name not in usual]
-    return text + head + "".join(lines)
+    return text + head + "".join([f"| {' | '.join(cells[name])} |\n" for name in cells if name not in usual])

@@ -270,5 +270,4 @@ def _without_start(flags: list[str]) -> list[str]:
 
 def _at_any_port(flags: list[str]) -> list[str]:
     """Return what has a run serve at free ports whatever port it is given: that may be one of somebody else's here."""
-    is_served = any(w.partition(".")[0] == "--dashboard" for w in flags)
-    return ["--dashboard.port", "0"] if is_served else []
+    return ["--dashboard.port", "0"] if any(w.partition(".")[0] == "--dashboard" for w in flags) else []

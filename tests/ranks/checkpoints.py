@@ -163,8 +163,7 @@ class Scenarios:
         """Each saves what it takes for the step; that cannot come right again, whatever `on_failure` says."""
         objects, place = self._begin("steps", steps=0)
         checkpointer = Checkpointer(place, objects, save_async=False, on_failure="warn")
-        told = message_of(lambda: checkpointer.save(5 + self.rank))
-        return {"told": told, "left": names_in(place)}
+        return {"told": message_of(lambda: checkpointer.save(5 + self.rank)), "left": names_in(place)}
 
     def changes_its_number(self) -> dict[str, Any]:
         """Load what one process saved, save it again, and save a trained state for one process to load."""

@@ -24,8 +24,7 @@ def read_records() -> dict[str, Record]:
 
 
 def write_records(records: Mapping[str, Record]) -> None:
-    content = {command: asdict(record) for command, record in records.items()}
-    PATH.write_text(json.dumps(content, indent=1) + "\n")
+    PATH.write_text(json.dumps({command: asdict(record) for command, record in records.items()}, indent=1) + "\n")
 
 
 def other_numerics(recorded: Mapping[str, str], here: Mapping[str, str]) -> list[str]:

@@ -122,8 +122,7 @@ class TrackedDirectory:
             "import json, sys; from trackio.sqlite_storage import SQLiteStorage as s; "
             "print(json.dumps([[o['title'], o['text']] for o in s.get_alerts('tested') if sys.argv[1] in o['run']]))"
         )
-        found = _of_trackio(self, program, self.run_dir.run_id())
-        return sorted((title, text) for title, text in found)
+        return sorted((title, text) for title, text in _of_trackio(self, program, self.run_dir.run_id()))
 
     def summary(self) -> dict[str, float]:
         """What W&B has that is of no step."""

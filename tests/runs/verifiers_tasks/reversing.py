@@ -44,8 +44,7 @@ class Reversing(vf.Taskset[Reverse, Settings]):
             raise FileNotFoundError("no such data")
         if self.config.fault == "exits":
             sys.exit("no key")
-        letters = "abcdefghijklmnopqrstuvwxyz"[: self.config.num_letters]
-        for first, second in itertools.pairwise(letters):
+        for first, second in itertools.pairwise("abcdefghijklmnopqrstuvwxyz"[: self.config.num_letters]):
             yield Reverse(Letters(prompt=first + second, answer=second + first), self.config.task)
 
     @classmethod

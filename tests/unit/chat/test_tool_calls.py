@@ -51,8 +51,7 @@ def encoded(template: str, messages: list[dict[str, Any]]) -> Encoded:
 @pytest.mark.parametrize("template", sorted(ALL))
 def test_every_way_to_write_a_call_gives_the_same_tokens_or_the_same_kind_of_refusal(template: str) -> None:
     arguments = {"city": "東京", "days": 2}
-    text = json.dumps(arguments, ensure_ascii=False)
-    function = {"name": "weather", "arguments": text}
+    function = {"name": "weather", "arguments": json.dumps(arguments, ensure_ascii=False)}
     without_id = {key: value for key, value in call(arguments).items() if key != "id"}
     rows = [asking(without_id, content=content) for content in ("", None, ABSENT)]
     rows += [

@@ -147,8 +147,7 @@ def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with the template of Qwen 3, which drops thoughts behind a new question."""
-    directory = tmp_path_factory.mktemp("thinking")
-    return write_tokenizer(directory, QWEN_3)
+    return write_tokenizer(tmp_path_factory.mktemp("thinking"), QWEN_3)
 
 
 def checked(environments: Command, name: str, *flags: object) -> tuple[int, dict[str, tuple[str, list[str]]]]:

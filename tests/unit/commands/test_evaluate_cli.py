@@ -82,8 +82,7 @@ def test_a_mistake_is_told_before_anything_starts(
 
 
 def test_a_run_is_not_taken_for_an_evaluation(refused: Refused, tmp_path: Path) -> None:
-    run_dir = run_with_weights(tmp_path / "run", 1)
-    said = refused("evaluate", *POLICY, "--output-dir", run_dir.path)
+    said = refused("evaluate", *POLICY, "--output-dir", run_with_weights(tmp_path / "run", 1).path)
     assert "holds a run. An evaluation needs a directory of its own" in said
 
 

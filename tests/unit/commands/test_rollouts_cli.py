@@ -209,8 +209,7 @@ def test_a_batch_names_all_weights_that_have_sampled_it_or_the_teacher(rollouts:
 
 def test_what_was_set_aside_is_shown_by_its_path(rollouts: Command, run_dir: RunDir) -> None:
     set_aside_after(run_dir, 3, 2)
-    aside = run_dir.discarded(2) / "rollouts" / "step_4"
-    assert document(rollouts, run_dir, "show", aside)["step"] == 4
+    assert document(rollouts, run_dir, "show", run_dir.discarded(2) / "rollouts" / "step_4")["step"] == 4
     assert [line["step"] for line in document(rollouts, run_dir, "stats")["batches"]] == [2, 3]
 
 

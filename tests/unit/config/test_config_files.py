@@ -66,8 +66,7 @@ def test_files_compose_from_left_to_right_and_flags_win_wherever_they_stand(writ
 
 def test_a_section_from_a_file_adds_to_what_another_file_says(write: Write) -> None:
     whole = write("whole.toml", "seed = 4\n[ckpt]\nkeep = 3\n")
-    section = write("section.toml", "interval = 2\n")
-    config = sft("@", whole, "--ckpt", "@", section)
+    config = sft("@", whole, "--ckpt", "@", write("section.toml", "interval = 2\n"))
     assert config.ckpt is not None and (config.ckpt.interval, config.ckpt.keep, config.seed) == (2, 3, 4)
 
 
@@ -302,8 +301,7 @@ def test_all_unknown_flags_are_told_at_once() -> None:
 def test_where_there_need_be_no_limit_infinity_is_one(write: Write) -> None:
     assert sft("--optim.max-grad-norm", "inf").optim.max_grad_norm == math.inf
     path = write("orch.toml", "[[environments]]\nid = 'jsonl'\ntimeout_s = inf\n")
-    orchestrator = parse_command_line(OrchestratorConfig, ["@", path])
-    assert orchestrator.environments[0].deadline_s is None
+    assert parse_command_line(OrchestratorConfig, ["@", path]).environments[0].deadline_s is None
 
 
 def test_a_resolved_file_that_the_storage_does_not_give_is_no_mistake_in_it() -> None:
@@ -313,8 +311,7 @@ def test_a_resolved_file_that_the_storage_does_not_give_is_no_mistake_in_it() ->
 
 
 def test_many_mistakes_are_not_all_listed(write: Write) -> None:
-    path = write("many.toml", "".join(f"unknown_{number} = 1\n" for number in range(10_000)))
-    message = refused("@", path)
+    message = refused("@", write("many.toml", "".join(f"unknown_{number} = 1\n" for number in range(10_000))))
     assert "and 9980 more like these" in message and len(message) < 10_000
 
 

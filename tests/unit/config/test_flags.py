@@ -136,8 +136,7 @@ def test_what_the_table_says_of_trl_is_there_and_has_that_default() -> None:
 def test_the_script_for_trl_has_names_that_trl_knows() -> None:
     from trl import GRPOConfig
 
-    page = (ROOT / "docs" / "coming_from.md").read_text()
-    script = ast.parse(page.split("```python\n")[1].split("```")[0])
+    script = ast.parse((ROOT / "docs" / "coming_from.md").read_text().split("```python\n")[1].split("```")[0])
     calls = [node for node in ast.walk(script) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     (config,) = (call for call in calls if getattr(call.func, "id", "") == "GRPOConfig")
     given = {keyword.arg for keyword in config.keywords}

@@ -80,8 +80,7 @@ def text_of(value: Any) -> str:
 
 
 def in_file(path: Path, key: str, value: Any) -> str:
-    nested = reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
-    path.write_text(tomli_w.dumps(nested))
+    path.write_text(tomli_w.dumps(reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)))
     return str(path)
 
 

@@ -84,8 +84,7 @@ def test_a_model_directory_must_be_complete(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no tokenizer"):
         resolve_model(_config(name=str(model), load="dummy"))
     (tokenizer / "tokenizer.json").write_text("{}")
-    found = resolve_model(_config(name=str(model), load="dummy", tokenizer=str(tokenizer)))
-    assert found == (model, tokenizer)
+    assert resolve_model(_config(name=str(model), load="dummy", tokenizer=str(tokenizer))) == (model, tokenizer)
 
 
 def test_a_model_of_the_hub_is_taken_from_the_cache_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,8 +190,7 @@ def sft(path: Path, **settings: Any) -> SftConfig:
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 8), (2, 15), (0.1, 1), (0.01, 1), (1.5, 12), (0.8, 6), (100, 750)])
 def test_steps_of_epochs_train_every_sample_as_often(epochs: float, steps: int, tmp_path: Path) -> None:
-    config = sft(tmp_path)
-    assert steps_of(config, SURVEY, epochs) == steps
+    assert steps_of(sft(tmp_path), SURVEY, epochs) == steps
     assert steps * 8 >= epochs * 60 - 1e-6 > (steps - 1) * 8 or steps == 1
 
 
@@ -263,8 +262,7 @@ def test_rates_are_those_of_the_checkpoint_and_not_of_an_attempt_that_trained_no
 
 
 def test_a_run_of_an_older_version_keeps_its_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = TrainerConfig.model_validate({"output_dir": tmp_path, "optim": {"lr": 3e-6}, "model": {"lora": {}}})
-    started(old)
+    started(TrainerConfig.model_validate({"output_dir": tmp_path, "optim": {"lr": 3e-6}, "model": {"lora": {}}}))
     new = TrainerConfig.model_validate({"output_dir": tmp_path, "model": {"lora": {}}})
     assert settle_length(new, clean=False) is None and new.optim.lr == 3e-6
     assert capsys.readouterr().out == "optim.lr = 3e-06, kept from the run; a new run would take 1e-05\n"
@@ -352,8 +350,7 @@ def test_environments_with_settings_of_their_own_have_lines_of_their_own() -> No
     own = {"id": "reverse_text", "group_size": 16, "seq_len": 1000, "sampling": {"max_tokens": 200}}
     shared = {"seq_len": 2500, "sampling": {"max_tokens": 100}}
     environments = [{"id": "reverse_text", "name": "a"}, {**own, "name": "b"}, {**own, "name": "c", "group_size": 1}]
-    trainer = {"row_tokens": 3999, "advantage": "reinforce_pp"}
-    rl = rl_config(trainer, {"environments": environments, **shared})
+    rl = rl_config({"row_tokens": 3999, "advantage": "reinforce_pp"}, {"environments": environments, **shared})
     said = summary(rl.trainer, None, rl.orchestrator)
     assert "16 x 1 to 16 rollouts, at most 200 sampled tokens per turn and 2500 tokens per rollout" in said
     assert "prompts of a: the longest is computed 2 times for its 8 answers, as 6 of them fit" in said
@@ -363,7 +360,6 @@ def test_environments_with_settings_of_their_own_have_lines_of_their_own() -> No
 
 def test_a_step_of_more_than_all_samples_is_told(tmp_path: Path) -> None:
     for size, is_told in ((60, False), (61, True)):
-        data = {"name": DATA, "batch_size": size}
-        lines = summary(sft(tmp_path, max_steps=2, data=data), SURVEY).splitlines()
+        lines = summary(sft(tmp_path, max_steps=2, data={"name": DATA, "batch_size": size}), SURVEY).splitlines()
         assert lines[2].startswith("  data.batch_size = 61 exceeds the 60 samples: ") is is_told
         assert ("lower data.batch_size" in lines[2]) is is_told

@@ -117,8 +117,7 @@ def test_what_is_stuck_at_the_same_step_again_and_again_ends_the_run(stands: Sta
 
 def test_being_stuck_is_counted_by_step_and_not_by_time() -> None:
     restarts = RestartLimit(2, window_s=0.0)
-    delays = [restarts.delay_s("trainer", STUCK, stuck_at=7) is not None for _ in range(3)]
-    assert delays == [True, True, False]
+    assert [restarts.delay_s("trainer", STUCK, stuck_at=7) is not None for _ in range(3)] == [True, True, False]
     assert restarts.delay_s("trainer", STUCK, stuck_at=8) is not None
 
 

@@ -121,8 +121,7 @@ def test_a_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path
         _wait_for(child, "stubborn")
         supervisor.stop(timeout_s=0.2)
     assert child.process.returncode == -signal.SIGKILL
-    grandchild = int(child.log.read_text().splitlines()[1])
-    assert ends(grandchild)
+    assert ends(int(child.log.read_text().splitlines()[1]))
 
 
 def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends: Ends) -> None:
@@ -159,8 +158,7 @@ def test_a_child_whose_launcher_is_gone_already_ends_at_once() -> None:
     assert alive.stdout.startswith("alive") and LAUNCHER_ENV not in alive.stdout, "its own children have another parent"
     dead = subprocess.run([sys.executable, "-c", code], env={**os.environ, LAUNCHER_ENV: "1"}, capture_output=True)
     assert dead.returncode == 1 and dead.stdout == b""
-    by_hand = subprocess.run([sys.executable, "-c", code], capture_output=True)
-    assert by_hand.returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def test_a_child_dies_with_its_launcher(ends: Ends) -> None:

@@ -89,8 +89,7 @@ def test_the_client_returns_choices_in_the_order_of_the_seeds(tmp_path: Path, mo
     async def use() -> tuple[list[Completion], float]:
         async with InferenceClient(make_config(tmp_path, engine).client, run_dir=run_dir) as client:
             weights = describe_weights(run_dir, 0)
-            pusher = WeightPusher(client, run_dir, timeout_s=HANG_S, seq_len=64)
-            await pusher.serve(weights, check=lambda: None)
+            await WeightPusher(client, run_dir, timeout_s=HANG_S, seq_len=64).serve(weights, check=lambda: None)
             return list(await client.generate(GenerateRequest(**asked, weights_digest=weights.digest))), client.busy_s
 
     with serving(engine):

@@ -364,8 +364,7 @@ def test_batches_hold_every_branch_and_every_sampled_token_once(tmp_path: Path, 
             text = tokenizer.decode(prompt, skip_special_tokens=False)
             first = text.split("<|assistant|>")[1].split("<|end|>")[0]
             assert "e" not in first, "a branch begins without the thoughts of the first turn"
-    metrics = [batch.metrics for batch in batches]
-    for batch, found in zip(batches, metrics, strict=True):
+    for batch, found in zip(batches, [batch.metrics for batch in batches], strict=True):
         numbers = [len(rollout.branch_starts) for rollout in batch.rollouts]
         assert found["rollout/branches"] == sum(numbers) / len(numbers)
         assert found["rollout/split"] == sum(number > 1 for number in numbers) / len(numbers)

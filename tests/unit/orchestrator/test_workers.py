@@ -76,8 +76,7 @@ def test_what_cannot_be_read_from_a_worker_ends_it_and_keeps_nobody_waiting(tmp_
     """Bytes that are no message, and a message at a wrong time: that the worker is ready, once more. A result that
     cannot be made into one ends it, too."""
     faults = {"1": "garbles once", "4": "garbles", "7": "greets", "9": "spoils"}
-    batches = run(tmp_path, faults, workers=2, **DROPS)
-    dropped = [one for batch in batches for one in batch.dropped]
+    dropped = [one for batch in run(tmp_path, faults, workers=2, **DROPS) for one in batch.dropped]
     assert [(one.task_id, one.reason) for one in dropped] == [(4, "crash"), (7, "crash"), (9, "crash")]
     assert all("its worker sent what cannot be read" in one.detail for one in dropped[:2])
     assert "exited with code 1; its last words: KeyError: 'answered'" in dropped[2].detail

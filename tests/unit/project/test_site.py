@@ -45,8 +45,7 @@ def test_every_page_and_every_command_is_there(site: Path) -> None:
 
 @pytest.mark.docs
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
-    found = {url for page in site.rglob("*.html") for url in _FETCHED.findall(page.read_text())}
-    assert not found
+    assert not {url for page in site.rglob("*.html") for url in _FETCHED.findall(page.read_text())}
 
 
 @pytest.mark.docs

@@ -104,8 +104,7 @@ def test_retention_goes_by_the_metrics_of_the_manifests(here: RunDir, remote: Re
     for step, loss in ((1, 0.1), (2, 0.9), (3, 0.8), (4, 0.7), (5, 0.6)):
         remote.upload(write_checkpoint(here, step, metrics={"loss": loss}), step)
     (place / "step_3/manifest.json").write_bytes(b"{")  # damaged: somebody should look at it
-    retention = Retention(keep=1, keep_best=BestMetric.parse("loss"))
-    assert remote.apply_retention(retention, protected=[4]) == [2]
+    assert remote.apply_retention(Retention(keep=1, keep_best=BestMetric.parse("loss")), protected=[4]) == [2]
     assert remote.steps() == [1, 3, 4, 5]
 
 

@@ -74,8 +74,7 @@ def test_whole_weights_pass_in_one_file_or_in_several(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
     check_weights_path(str(tmp_path))
-    names = {str(number): f"{number}.safetensors" for number in range(5)}
-    index.write_text(json.dumps({"weight_map": names}))
+    index.write_text(json.dumps({"weight_map": {str(number): f"{number}.safetensors" for number in range(5)}}))
     said = refusal(lambda: check_weights_path(str(tmp_path)))
     assert "lacks 5 of the 5 files" in said and "0.safetensors, 1.safetensors, 2.safetensors ..." in said
     index.write_text("[]")

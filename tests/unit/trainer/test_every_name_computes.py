@@ -201,8 +201,7 @@ def test_every_kl_estimator_keeps_the_policy_near_its_reference(name: str, learn
 def test_every_preference_loss_learns(name: str, tmp_path: Path, tiny_model: ModelFactory, mesh: Mesh) -> None:
     """The program itself, in this process: chosen answers gain on rejected ones."""
     assert mesh.world_size == 1
-    rows = PAIRS.read_text().splitlines(keepends=True)[:32]
-    (tmp_path / "pairs.jsonl").write_text("".join(rows))
+    (tmp_path / "pairs.jsonl").write_text("".join(PAIRS.read_text().splitlines(keepends=True)[:32]))
     settings = {
         "model": {"name": str(tiny_model())}, "loss": {"type": name}, "optim": {"lr": 3e-3}, "val_interval": STEPS,
         "data": {"name": str(tmp_path / "pairs.jsonl"), "batch_size": 8, "seq_len": 40, "validation_fraction": 0.1},

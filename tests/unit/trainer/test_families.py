@@ -68,8 +68,7 @@ def test_loss_and_gradient_are_those_of_plain_transformers(
             assert apart < 1e-5, f"{how}, by the kernel {kernel.calls} times: {policy.layout}, {policy.has_plain_head}"
         monkeypatch.setitem(KERNELS, "cpu", Kernel(kernel, frozenset({torch.float32}), 256))  # the route of GPUs
     assert (kernel.calls > 0) == (policy.layout.attention == "packed" and family.kind not in WITHOUT_KERNEL)
-    norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
-    assert norms.max() > 1e-3
+    assert torch.stack([gradient.norm() for gradient in expected.gradients.values()]).max() > 1e-3
     rows[family.name] = Row(family, layout=policy.layout)
 
 
@@ -87,8 +86,7 @@ def test_adapters_train_as_the_merged_model_would(name: str, mesh: Mesh, tmp_pat
     check_model(policy, mesh, name=name, pack=True, dtype="float32")
     samples = random_samples(LENGTHS, seed=2)
     found = trainer_outcome(policy.eval(), samples, pack=True, budget=64)
-    merged = dict(whole_tensors(policy.hf_model, keep=True))
-    expected = reference_outcome(directory, samples, merged)
+    expected = reference_outcome(directory, samples, dict(whole_tensors(policy.hf_model, keep=True)))
     assert found.loss == pytest.approx(expected.loss, abs=1e-5)
     matrices = adapted_matrices(factors)
     assert len(matrices) > 8

@@ -200,8 +200,7 @@ def test_steps_of_labelled_answers(policy: Policy, on_device: Mesh, passes: list
     config = DpoConfig.model_validate({"loss": {"type": "kto"}, "data": {"seq_len": 12, "micro_batch_size": 1}})
     sides = samples()
     answers = [LabelledAnswer(replace(sides[k], value=float(k % 2)), sides[k + 1], k, k) for k in range(4)]
-    objective = KtoObjective(config, Reference(np.zeros((4, 2)), {}), on_device)
-    objective.accumulate_gradients(policy, answers)
+    KtoObjective(config, Reference(np.zeros((4, 2)), {}), on_device).accumulate_gradients(policy, answers)
     assert len(passes) > 2 and len(reads) == 2 and has_gradients(policy)  # the divergence comes first
 
 

@@ -176,5 +176,4 @@ def test_many_phases_of_a_step_are_a_bounded_number_of_lines(run_dir: RunDir, mo
         assert [one.name for one in mine][-1] == "checkpoint" and len(mine) == 7
     assert all(one.begin <= one.end for one in found)
     # 10,000 steps of a trainer with ten phases, three lines each, and of an orchestrator with five: under 20 MB.
-    size = (run_dir.logs(1) / "timeline_trainer.jsonl").stat().st_size
-    assert size / 15 < 130
+    assert (run_dir.logs(1) / "timeline_trainer.jsonl").stat().st_size / 15 < 130

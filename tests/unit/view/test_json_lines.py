@@ -71,8 +71,7 @@ def test_a_run_that_fails_says_why_and_what_is_left(stands: Stands, objects: Obj
     *_, end = objects()
     assert (end["type"], end["exit_code"], end["checkpoint"], end["weights"]) == ("end", 3, None, None)
     assert end["error"].startswith("trainer: no good")
-    events = (stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()
-    last = json.loads(events[-1])
+    last = json.loads((stands.run_dir.logs(1) / "events.jsonl").read_text().splitlines()[-1])
     assert (last["process"], last["phase"], last["exit_code"], last["step"]) == ("launcher", "ended", 3, 1)
 
 

@@ -131,8 +131,7 @@ def test_a_tracker_without_evaluations_and_alerts_is_not_asked_twice(run: Tracke
     (run.run_dir.evaluation(1) / "summary.json").write_text("{}")
     run.tell(1, "ALERT: entropy fell", step=1)
     Sending(run.run_dir, name, TrackingConfig(backends=[name])).send(lambda: True)
-    lines = (run.run_dir.path / "own.txt").read_text().splitlines()
-    assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
+    assert (run.run_dir.path / "own.txt").read_text().splitlines()[1:] == ["step 1 1.0", "step 2 2.0"]
     noted = json.loads((run.run_dir.tracking / "tests_runs_own_tracker_InFile.json").read_bytes())
     assert (noted["step"], noted["evaluated"], noted["alerted"]) == (2, [2], {"1": 1})
 
@@ -178,8 +177,7 @@ def test_a_tracker_that_fails_is_tried_again_after_one_warning(
         monkeypatch.setenv("TRACKER_FAILS", "")
     (warning,) = capfd.readouterr().out.splitlines()
     assert warning.startswith(f"WARNING: {name}: {name}: ConnectionError: the service is away. It is tried again. ")
-    lines = (run.run_dir.path / "own.txt").read_text().splitlines()
-    assert lines[1:] == ["step 1 1.0", "step 2 2.0"]
+    assert (run.run_dir.path / "own.txt").read_text().splitlines()[1:] == ["step 1 1.0", "step 2 2.0"]
 
 
 def test_a_signal_ends_the_wait_for_a_tracker(run: TrackedDirectory, capfd: pytest.CaptureFixture[str]) -> None:

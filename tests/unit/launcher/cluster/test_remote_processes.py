@@ -137,8 +137,7 @@ def test_an_agent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
     channel = PipeChannel([sys.executable, "-c", "import time; time.sleep(600)"])
     host = RemoteHost("other", "127.0.0.1", channel)
     try:
-        more_than_a_pipe_holds = {"TEXT": "x" * 200_000}
-        process = host.start(SERVES, tmp_path / "a.log", more_than_a_pipe_holds)
+        process = host.start(SERVES, tmp_path / "a.log", {"TEXT": "x" * 200_000})
         assert process.wait() == -signal.SIGKILL and process.loss == "other is lost: it does not answer"
         with pytest.raises(ProcessDied, match="other is lost: it does not answer"):
             host.ask("missing", [])

@@ -135,8 +135,7 @@ def test_words_are_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     model, data = Path("examples/reverse_text/model").absolute(), Path("examples/reverse_text/sft.jsonl").absolute()
     monkeypatch.chdir(tmp_path / "it's $HOME")
     flags = ["--model.name", str(model), "--data.name", str(data), "--ckpt", "--slurm", "--dry-run"]
-    config = parse_command_line(SftConfig, flags)
-    assert launch_training(config) == 0
+    assert launch_training(parse_command_line(SftConfig, flags)) == 0
     script = capsys.readouterr().out
     (line,) = [line for line in script.splitlines() if line.startswith("cd ")]
     assert shlex.split(line)[1] == f"{tmp_path}/it's $HOME"

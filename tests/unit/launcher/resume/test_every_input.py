@@ -151,8 +151,7 @@ def _settings() -> set[str]:
 
 def test_every_setting_that_may_name_an_input_has_a_row() -> None:
     assert _settings() == SETTINGS.keys(), "a setting of a text or a path needs a row in SETTINGS"
-    named = [name for row in SETTINGS.values() if not isinstance(row, str) for name in row]
-    for name in dict.fromkeys(named):
+    for name in dict.fromkeys([name for row in SETTINGS.values() if not isinstance(row, str) for name in row]):
         file, _, test = name.partition("::")
         (path,) = (ROOT / "tests").rglob(file)
         assert f"def {test}(" in path.read_text(), name

@@ -336,8 +336,7 @@ def test_start_weights_are_kept(flags: list[str], new: RunDir, sft: Sft, plain_m
 
 
 def test_every_process_is_handed_the_number_and_nothing_else(other: RunDir) -> None:
-    config = config_of(other, resume_dir=Path("elsewhere"), resume_step="auto")
-    ckpt = with_resume(config, 10).ckpt
+    ckpt = with_resume(config_of(other, resume_dir=Path("elsewhere"), resume_step="auto"), 10).ckpt
     assert ckpt is not None and (ckpt.resume_step, ckpt.resume_dir) == (10, None)
 
 

@@ -46,8 +46,7 @@ def _end(run: RunDir, attempt: int, *, step: int, exit_code: int, trained: int =
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     event = {"time": 1.0, "process": "launcher", "phase": "ended", "exit_code": exit_code, "step": step}
     event |= {"trained": trained, "error": None}
-    torn = '{"time": 2.0, "proc'
-    (run.logs(attempt) / "events.jsonl").write_text(json.dumps(event) + "\n" + torn)
+    (run.logs(attempt) / "events.jsonl").write_text(json.dumps(event) + "\n" + '{"time": 2.0, "proc')
 
 
 def test_a_directory_without_work_is_not_a_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,8 +170,7 @@ def test_a_run_that_finished_before_a_later_attempt_is_not_finished(run: RunDir)
     _train(run, 100)
     add_checkpoint(run, 100)
     _end(run, 1, step=100, exit_code=0)
-    longer = _sft(run, max_steps=200, ckpt=CkptConfig(resume_step="latest"))
-    _start(longer)
+    _start(_sft(run, max_steps=200, ckpt=CkptConfig(resume_step="latest")))
     run.logs(2).mkdir(parents=True)
     assert _start(_sft(run, max_steps=200, ckpt=CkptConfig())).resume_step == 100
 

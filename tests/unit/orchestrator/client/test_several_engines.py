@@ -114,8 +114,7 @@ def test_a_lost_engine_costs_its_requests_and_comes_back_with_weights(tmp_path: 
 
     other.on_update, other.on_generate = return_later, wait_for_it
     # One group at a time for each of the two: what this one has not begun is for that which comes back.
-    one_group = {"max_concurrency": 4}
-    assert rollouts_of(tmp_path / "two", leaving, other, client=one_group, **settings) == expected
+    assert rollouts_of(tmp_path / "two", leaving, other, client={"max_concurrency": 4}, **settings) == expected
     assert leaving.boot_id == "second" and other.pushed == [0, 1, 2, 3, 4], "nothing was pushed anew to the other one"
     assert leaving.pushed[0] == 0 and set(leaving.pushed[1:]) in ({2, 3, 4}, {3, 4})
     assert len(leaving.requests) > asked_before >= 2, "it was asked again"

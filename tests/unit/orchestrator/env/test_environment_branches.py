@@ -119,8 +119,7 @@ class SamplesOn(Asks):
 
 
 def test_a_turn_that_was_cut_and_goes_on_is_one_turn_of_the_chat() -> None:
-    halves = [f"{THOUGHT}N", "o.", "Yes."]
-    played = Played("qwen3", halves, SamplesOn(), cuts=(0,))
+    played = Played("qwen3", [f"{THOUGHT}N", "o.", "Yes."], SamplesOn(), cuts=(0,))
     assert played.asked[1] == [*played.asked[0], *played.sampled[0]], "the same branch, in the middle of a turn"
     assert played.asked[2] == played.rendered(said(f"{THOUGHT}No."), AGAIN)
     assert played.session.branch_starts == (0, len(played.asked[1]) + len(played.sampled[1]))

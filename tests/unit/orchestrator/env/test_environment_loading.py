@@ -461,8 +461,7 @@ class TestReasoningGym:
     def test_settings_reach_the_generator_and_the_prompt(self) -> None:
         settings = {"min_animals": 2, "max_animals": 2}
         environment = load(GENERATED, generator="leg_counting", settings=settings, system_prompt="Be short.")
-        task = environment.make_task(seed(0))
-        system, question = task.prompt
+        system, question = environment.make_task(seed(0)).prompt
         assert system == Message("system", "Be short.")
         assert isinstance(question, Message) and question.content.count(",") == 2
 

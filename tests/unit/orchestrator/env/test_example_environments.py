@@ -193,13 +193,11 @@ def test_accounts_are_looked_up_and_wrong_calls_cost() -> None:
         return called("hermes", "look_up", {"account": account})
 
     def scored(*turns: str) -> Score:
-        session = play_with_tools("qwen3", [*turns, "end"], environment)
-        (score,) = asyncio.run(environment.score(task, [session]))
+        (score,) = asyncio.run(environment.score(task, [play_with_tools("qwen3", [*turns, "end"], environment)]))
         return score
 
     right = f"They hold 7 and more: {task.answer}."
-    best = scored(look_up(first), look_up(second), right)
-    assert best == Score(1.0, {"exact": 1.0, "wrong_calls": 0.0})
+    assert scored(look_up(first), look_up(second), right) == Score(1.0, {"exact": 1.0, "wrong_calls": 0.0})
     assert scored(look_up(first), f"{task.answer}0").reward == pytest.approx(0.1)
     assert scored("no number").reward == 0.0
     assert scored(right).reward == 0.8

@@ -312,8 +312,7 @@ def test_what_is_left_behind_fails_the_rollout() -> None:
     gate, left = Gate(1), list[asyncio.Task[Any]]()
 
     async def script(endpoint: Endpoint) -> None:
-        reply = await ask(endpoint, USER)
-        left.append(asyncio.create_task(ask(endpoint, USER, reply, USER)))
+        left.append(asyncio.create_task(ask(endpoint, USER, await ask(endpoint, USER), USER)))
         await gate.reached.wait()
 
     session = session_of(["ba<|end|>", "c<|end|>"], before=gate)
@@ -324,8 +323,7 @@ def test_what_is_left_behind_fails_the_rollout() -> None:
 
 def test_room_that_is_used_up_is_told_in_openais_words() -> None:
     async def script(endpoint: Endpoint) -> float:
-        reply = await ask(endpoint, USER)
-        said = await ask(endpoint, USER, reply, {"role": "user", "content": "d" * 40})
+        said = await ask(endpoint, USER, await ask(endpoint, USER), {"role": "user", "content": "d" * 40})
         assert said["error"]["code"] == "context_length_exceeded"
         return 0.0
 

@@ -146,8 +146,7 @@ def test_a_stopped_player_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_player_that_cannot_start_is_started_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["plays", "exits", "other", "refuses", "plays", *["plays"] * 3]
-    environment = plain(tmp_path, monkeypatch, *words)
+    environment = plain(tmp_path, monkeypatch, *["plays", "exits", "other", "refuses", "plays", *["plays"] * 3])
     assert scored(environment, 1) == Score(1.0, {"length": 1.0})
     with pytest.raises(PlayerDied):
         asyncio.run(environment._player.play(0, NOBODY, is_alone=False))

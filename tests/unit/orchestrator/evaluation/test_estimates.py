@@ -106,8 +106,7 @@ def test_the_paired_test_counts_all_signs_of_few_tasks() -> None:
 
 def test_p_is_that_of_all_signs_and_the_interval_what_the_test_does_not_refuse() -> None:
     """Both worked out from the signs, for the differences and for the differences less any other mean."""
-    random = np.random.default_rng(3)
-    differences = random.normal(0.3, 0.5, 9).round(2)
+    differences = np.random.default_rng(3).normal(0.3, 0.5, 9).round(2)
     signs = np.array(list(itertools.product((-1, 1), repeat=9)))
 
     def p_of(mean: float) -> float:

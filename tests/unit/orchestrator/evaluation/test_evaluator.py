@@ -184,8 +184,7 @@ def test_another_policy_and_other_tasks_get_no_line_there(tmp_path: Path, monkey
     with serving(engine):
         evaluated(config_of(tmp_path, engine))
         refused(r"samples_per_task: 4 there, 2 here\)", config_of(tmp_path, engine, samples_per_task=2))
-        environments = [LETTERS | {"max_turns": 3}, {"id": "reverse_text"}]
-        changed = config_of(tmp_path, engine, environments=environments)
+        changed = config_of(tmp_path, engine, environments=[LETTERS | {"max_turns": 3}, {"id": "reverse_text"}])
         refused(r"environments.letters.max_turns: 8 there, 3 here\)", changed)
         other = tmp_path / "tokenizer"
         shutil.copytree(MODEL, other)
@@ -457,8 +456,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Pa
 
     check()
     check(eval=EVAL | {"environments": [section], "num_tasks": 3})
-    own = {"id": "tests.unit.orchestrator.evaluation.test_evaluator:Letters"}
-    check(eval=EVAL | {"environments": [own]})
+    check(eval=EVAL | {"environments": [{"id": "tests.unit.orchestrator.evaluation.test_evaluator:Letters"}]})
     with pytest.raises(ConfigError, match=r"eval.environments: 'jsonl' has 3 tasks, and training draws them all"):
         check(environments=[section], eval={})
     with pytest.raises(ConfigError, match=r"eval.num_tasks = 5, and environment 'jsonl' has 3 tasks: some would cou"):

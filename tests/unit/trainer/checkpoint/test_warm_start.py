@@ -40,8 +40,7 @@ def weights_of(model: Path) -> dict[str, Tensor]:
 
 def empty(model: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Tensors as a trainer would have them, filled with what must not stay."""
-    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
-    tensors = trained_tensors(causal_lm)
+    tensors = trained_tensors(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype))
     for tensor in tensors.values():
         tensor.fill_(float("nan"))
     return tensors

@@ -351,8 +351,7 @@ def test_alpaca_without_a_chat_template_has_the_prompt_of_stanford_alpaca(tokeni
 
 def test_pairs_of_text_with_an_implicit_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [{"chosen": "q a> good day", "rejected": "q a> good evening"}]
-    config = PreferenceDataConfig(name=str(write(tmp_path / "a.jsonl", rows)))
-    (pair,) = load_pairs(config, tokenizer)
+    (pair,) = load_pairs(PreferenceDataConfig(name=str(write(tmp_path / "a.jsonl", rows))), tokenizer)
     assert [trained_text(side, tokenizer) for side in pair.sides] == [" day<|end|>", " evening<|end|>"]
     assert (~pair.chosen.loss_mask).sum() == (~pair.rejected.loss_mask).sum() == len("q a> good")
 

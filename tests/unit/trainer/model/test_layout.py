@@ -139,8 +139,7 @@ def test_config_json_tells_how_long_samples_may_be_as_the_model_does(
     kind: str, fields: dict[str, Any], expected: tuple[int, bool], tiny_model: Models
 ) -> None:
     model = tiny_model(kind, max_position_embeddings=16, **fields)
-    found = positions_of(str(model))
-    assert found == expected
+    assert positions_of(str(model)) == expected
     limit = longest_sample(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
     assert limit == (16 if expected[1] else None)
 

@@ -163,8 +163,7 @@ def read(logits_CV: Tensor, targets: list[int], sampling: Sampling | SamplingByT
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_values_and_gradients_are_those_of_the_kept_tokens(sampling: Sampling, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits_CV = (3 * torch.randn(W, W, generator=generator)).requires_grad_()
+    logits_CV = (3 * torch.randn(W, W, generator=torch.Generator().manual_seed(seed))).requires_grad_()
     targets = list(range(W))
     logprobs, entropy = read(logits_CV, targets, sampling)
     (gradient_CV,) = torch.autograd.grad((logprobs * torch.arange(1.0, W + 1)).sum(), logits_CV, retain_graph=True)

@@ -232,8 +232,7 @@ def test_every_setting_of_peft_is_refused_or_computes_what_peft_does(
         path = tmp_path / "adapter_config.json"
         if not makes:
             path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-        factors = load_file(tmp_path / ADAPTER_NAME)
-        lora_keys = (key for key in factors if ".lora_" in key)
+        lora_keys = (key for key in load_file(tmp_path / ADAPTER_NAME) if ".lora_" in key)
         layers = sorted({key.split(".lora_")[0].removeprefix("base_model.model.") for key in lora_keys})
         try:
             scaling = read_scaling(tmp_path)
@@ -296,8 +295,7 @@ def scores(model: ScalarModel) -> torch.Tensor:
 
 def published_scorer(model: ScalarModel, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, path: Path) -> Path:
     adapters = Adapters(model.hf_model, TensorLayout(model.hf_model, None), base_name="base")
-    publisher = WeightPublisher(RunDir(path), model, tokenizer, mesh, dtype="float32", adapters=adapters)
-    return publisher.publish(1)
+    return WeightPublisher(RunDir(path), model, tokenizer, mesh, dtype="float32", adapters=adapters).publish(1)
 
 
 def test_of_a_reward_model_adapters_and_head_are_trained(build_scorer: Any, tiny_model: Models, mesh: Mesh) -> None:
@@ -346,8 +344,7 @@ def test_the_base_of_a_reward_model_is_the_weights_without_the_head_which_checkp
     directory = published_scorer(model, tokenizer, mesh, tmp_path)
     assert read_base(directory / ADAPTER_DIR).digest == before
     wanted = copied(trained_tensors(model.hf_model))
-    other = build_scorer(seed=4)
-    fresh = trained_tensors(other.hf_model)
+    fresh = trained_tensors(build_scorer(seed=4).hf_model)
     assert not same(copied(fresh), wanted)
     load_weights_only(fresh, directory / ADAPTER_DIR)
     assert same(copied(fresh), wanted)

@@ -142,8 +142,7 @@ def test_tied_weights_may_repeat_the_embedding_but_not_contradict_it(tmp_path: P
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_config_alone_tells_the_same_architecture_as_weights(tmp_path: Path, tied: bool) -> None:
     full = read_architecture(write_model(tmp_path / "full", seed=0, tied=tied))
-    bare = read_architecture(write_model(tmp_path / "bare", seed=0, tied=tied, weights=False))
-    assert bare == full
+    assert read_architecture(write_model(tmp_path / "bare", seed=0, tied=tied, weights=False)) == full
     assert full.tied is tied
     assert ("lm_head.weight" in full.shapes) is not tied
 

@@ -228,6 +228,5 @@ def test_the_padding_of_a_reward_model_is_told_where_it_would_mislead_transforme
     tokenizer = SimpleNamespace(pad_token_id=of_tokenizer)
     build = _with_padding(tokenizer, [Pair(*sides, number=0)])  # type: ignore[arg-type]
     config = TrainedModelConfig(name=str(tiny_model("llama", tied=False, pad_token_id=of_model)))
-    model = build(config, mesh, seed=0, weights=True)
-    assert model.hf_model.config.pad_token_id == published
+    assert build(config, mesh, seed=0, weights=True).hf_model.config.pad_token_id == published
     assert told in caplog.text and (told or "padding" not in caplog.text)

@@ -110,8 +110,7 @@ def test_nothing_is_left_behind(build: Build, mesh: Mesh) -> None:
 def test_tiny_vocabularies_and_few_positions_are_checked_too(tiny_model: ModelFactory, mesh: Mesh) -> None:
     few = {"vocab_size": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     for kind, fields in (("llama", few | {"max_position_embeddings": 2}), ("gpt2", few | {"n_positions": 3})):
-        config = TrainedModelConfig(name=str(tiny_model(kind, **fields)))
-        check(build_policy(config, mesh, seed=0), mesh)
+        check(build_policy(TrainedModelConfig(name=str(tiny_model(kind, **fields))), mesh, seed=0), mesh)
 
 
 @pytest.mark.parametrize("head", ["random", "zero"])

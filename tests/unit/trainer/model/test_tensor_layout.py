@@ -182,8 +182,7 @@ def test_warm_starts_take_published_files_exactly(
     tensors = trained_tensors(causal_lm)
     for tensor in tensors.values():
         local_part(tensor).fill_(-7)
-    layout = TensorLayout(causal_lm, None)
-    load_weights_only(tensors, directory, layout=layout)
+    load_weights_only(tensors, directory, layout=TensorLayout(causal_lm, None))
     for name, expected in trained_tensors(policy.hf_model).items():
         assert torch.equal(local_part(tensors[name]), local_part(expected)), name
 
@@ -193,8 +192,7 @@ def test_a_file_that_lacks_one_expert_is_no_warm_start(publish: Publish, tiny_mo
     tensors = tensors_of(directory)
     layout, path = TensorLayout(policy.hf_model, None), directory.with_name("lacking.safetensors")
     for name, reason in ((PER_EXPERT, r"experts.down_proj is \(3, "), (GATE, "do not make one of this model")):
-        rest = {other: tensor for other, tensor in tensors.items() if other != name}
-        save_file(rest, path)
+        save_file({other: tensor for other, tensor in tensors.items() if other != name}, path)
         with pytest.raises(CheckpointError, match=reason):
             load_weights_only(trained_tensors(policy.hf_model), path, layout=layout)
 
@@ -286,8 +284,7 @@ def test_buffers_are_computed_published_and_exported_as_they_are(
     assert torch.equal(next(iter(biases.values())), bias)
     assert {one.dtype for key, one in published.items() if key not in biases} == {torch.bfloat16}
     described = {f"model/{key}": content for key, content in publisher.config_files.items()}
-    names = {f"model/{NAMES_NAME}": msgspec.json.encode(list(published))}
-    identity = Identity(files=described | names)
+    identity = Identity(files=described | {f"model/{NAMES_NAME}": msgspec.json.encode(list(published))})
     with Checkpointer(tmp_path / "checkpoints", {"model": policy.hf_model}, identity=identity) as checkpointer:
         checkpointer.save(1)
     export(Export(tmp_path / "checkpoints/step_1", tmp_path / "exported", dtype="bfloat16"))

@@ -105,8 +105,7 @@ def test_what_is_sent_is_what_is_written(
     if num_files > 1:
         monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 30_000 if dtype == "float32" else 15_000)
     monkeypatch.setattr(weight_offers, "_GROUP_BYTES", 5_000)
-    publisher = WeightPublisher(RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype)
-    directory = publisher.publish(3, offers=offers)
+    directory = WeightPublisher(RunDir(tmp_path), policy, tokenizer, mesh, dtype=dtype).publish(3, offers=offers)
     assert len(list(directory.glob("*.safetensors"))) == num_files
     with torch.no_grad():  # the next step, which may begin before anybody takes the offer
         for parameter in policy.parameters():
@@ -288,8 +287,7 @@ def test_other_bytes_than_the_digest_says_are_an_error(offers: WeightOffers, tmp
     offers.offer(1, sent)
     sent[0][1][0, 0] += 1
     arriving = join(offered(tmp_path)).receive(ARCHITECTURE, torch.float32)
-    found = [next(arriving)[0] for _ in NAMES]
-    assert found == sorted(NAMES)
+    assert [next(arriving)[0] for _ in NAMES] == sorted(NAMES)
     with pytest.raises(TransferError, match="the bytes have the digest .*, expected was"):
         next(arriving)
     sent[1][1][0, 0] = float("nan")

@@ -258,8 +258,7 @@ def step_of(policy: Policy, mesh: Mesh, pairs: list[Pair], **data: Any) -> tuple
     config = DpoConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"beta": 0.3}})
     offsets = np.random.default_rng(1).normal(size=(len(pairs), 2))
     reference = Reference(reference_logprobs(policy, pairs, config.data, mesh) + offsets, {})
-    metrics = dpo_objective(config, reference, mesh).accumulate_gradients(policy, pairs)
-    return metrics, taken_gradients(policy)
+    return dpo_objective(config, reference, mesh).accumulate_gradients(policy, pairs), taken_gradients(policy)
 
 
 def test_a_step_is_what_logits_and_the_formula_give_however_it_is_split(policy: Policy, mesh: Mesh) -> None:
@@ -296,8 +295,7 @@ def test_a_rank_without_pairs_or_answers_takes_part_with_a_gradient_of_zero(poli
     nothing.sum().backward()
     assert not taken_gradients(policy).any()
     answers = ragged_answers(2)
-    objective = objective_of(policy, mesh, answers, offset=0.0)
-    columns = objective._compared_with(0.5).forward(policy, answers, [])
+    columns = objective_of(policy, mesh, answers, offset=0.0)._compared_with(0.5).forward(policy, answers, [])
     assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (0,))
     columns["loss"].sum().backward()
     assert not taken_gradients(policy).any()
@@ -400,8 +398,7 @@ def ragged_answers(count: int) -> list[LabelledAnswer]:
         prompt, answer = random.integers(5, 40, random.integers(1, 6)), random.integers(5, 40, random.integers(1, 9))
         mask = np.repeat([False, True], [len(prompt), len(answer)])
         samples.append(Sample(np.concatenate([prompt, answer]).astype(np.int32), mask, value=float(number % 3 > 0)))
-    turned = [*samples[1:], samples[0]]
-    both = enumerate(zip(samples, turned, strict=True))
+    both = enumerate(zip(samples, [*samples[1:], samples[0]], strict=True))
     return [LabelledAnswer(one, replace(other, value=0.0), number, number // 2) for number, (one, other) in both]
 
 

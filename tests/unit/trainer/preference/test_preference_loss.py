@@ -51,8 +51,7 @@ def test_the_log_odds_of_orpo_keep_their_digits_at_both_ends() -> None:
 
 
 def test_rewards_are_beta_times_what_the_loss_compares() -> None:
-    of_sums = (0.25, -0.5)
-    kinds = dict.fromkeys(("dpo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down"), of_sums)
+    kinds = dict.fromkeys(("dpo", "ipo_sum", "hinge", "robust", "apo_zero", "apo_down"), (0.25, -0.5))
     for kind, expected in (kinds | {"ipo": (0.125, -0.125), "simpo": (-0.125, -0.1875)}).items():
         scored = one(kind, (-1, -3), (-2, -1), beta=0.25)
         assert (scored.chosen_rewards_P.item(), scored.rejected_rewards_P.item()) == expected, kind
@@ -173,8 +172,7 @@ def test_sides_end_with_the_stop_token_as_sampled_ones_do(tokenizer: PreTrainedT
 
 def step_of(model: ScalarModel, mesh: Mesh, pairs: list[Pair], **data: Any) -> tuple[dict[str, float], Tensor]:
     config = RewardTrainingConfig.model_validate({"data": {"seq_len": 16, **data}, "loss": {"center_coef": 0.05}})
-    metrics = reward_objective(config, mesh).accumulate_gradients(model, pairs)
-    return metrics, taken_gradients(model)
+    return reward_objective(config, mesh).accumulate_gradients(model, pairs), taken_gradients(model)
 
 
 def test_a_step_is_what_transformers_and_the_formula_give_however_it_is_split(model: ScalarModel, mesh: Mesh) -> None:

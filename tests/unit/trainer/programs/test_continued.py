@@ -45,8 +45,7 @@ def sft(programs: Programs) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def straight(sft: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of `sft` until step 8, with the checkpoint of step 5."""
-    settings = sft | {"ckpt": {"interval": HALF}}
-    return train("sft", tmp_path_factory.mktemp("other") / "run", settings, until=STEPS)
+    return train("sft", tmp_path_factory.mktemp("other") / "run", sft | {"ckpt": {"interval": HALF}}, until=STEPS)
 
 
 def test_a_fork_goes_on_as_the_other_run_did_bit_for_bit(
@@ -55,8 +54,7 @@ def test_a_fork_goes_on_as_the_other_run_did_bit_for_bit(
     source = straight.checkpoint(HALF)
     forked = train("sft", tmp_path / "fork", sft | {"ckpt": {"resume_dir": source}}, until=STEPS)
     assert f"forked {source}" in capsys.readouterr().out
-    states = [checkpoint_state(run_dir.checkpoint(STEPS)) for run_dir in (forked, straight)]
-    assert differing(*states) == []
+    assert differing(*[checkpoint_state(run_dir.checkpoint(STEPS)) for run_dir in (forked, straight)]) == []
     later = range(HALF + 1, STEPS + 1)
     assert exact_metrics(forked, later) == exact_metrics(straight, later)
     identity = json.loads((forked.path / "run.json").read_text())

@@ -46,8 +46,7 @@ def test_a_group_of_one_has_no_others_and_is_refused_where_rollouts_are_compared
 def test_equal_rewards_and_empty_rollouts_give_exactly_zero(name: str, reward: float) -> None:
     groups = [[scored_rollout(reward, tokens, token_rewards=np.zeros(tokens)) for tokens in (3, 0, 5)] for _ in "ab"]
     assert not any(value for own in by_token(name, groups) for value in own)
-    empty = [[scored_rollout(reward, 0), scored_rollout(reward + 1, 0)]]
-    assert by_token(name, empty) == [[], []]
+    assert by_token(name, [[scored_rollout(reward, 0), scored_rollout(reward + 1, 0)]]) == [[], []]
 
 
 class Turns:

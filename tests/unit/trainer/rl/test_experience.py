@@ -171,8 +171,7 @@ def test_rewards_of_steps_that_end_at_unsampled_tokens_are_refused(places: list[
 
 def test_a_critics_advantages_are_whitened_over_the_trained_tokens_alone() -> None:
     samples = make_samples()
-    rollouts = make_rollouts(samples, truncated=(0, 3))
-    trained = rl_batch.without_truncated(samples, rollouts)
+    trained = rl_batch.without_truncated(samples, make_rollouts(samples, truncated=(0, 3)))
     assert [one.num_targets for one in trained] == [0, 2, 3, 0, 0, 1]
     assert all(one.per_token is whole.per_token for one, whole in zip(trained, samples, strict=True))
     assign_gae_advantages(samples, judge(samples, REWARDS), CriticConfig())
@@ -255,8 +254,7 @@ def test_rewards_without_any_spread_stay_as_they_are(reward: float) -> None:
     moments = RunningMoments()
     for _ in range(3):
         assert shape_rewards([[reward] * 3, [reward]], moments=moments) == [[reward] * 3, [reward]]
-    one = RunningMoments()
-    assert shape_rewards([[reward]], moments=one) == [[reward]]
+    assert shape_rewards([[reward]], moments=RunningMoments()) == [[reward]]
 
 
 def test_penalty_comes_before_clip_before_moments_before_scale() -> None:

@@ -105,8 +105,7 @@ def test_with_several_minibatches_the_first_one_diverges_from_nothing_exactly(
 ) -> None:
     """What is measured before the update has the bits of what is trained."""
     model = {"name": str(tiny_model(num_key_value_heads=heads)), "dtype": dtype, **settings}
-    run = start(kl={}, updates={"epochs": 2, "minibatches": 3}, model=model)
-    metrics = run.learn(1)
+    metrics = start(kl={}, updates={"epochs": 2, "minibatches": 3}, model=model).learn(1)
     assert len(seen) == 6 and {data.step_sequences for data in seen} == {4}
     assert torch.equal(seen[0].logprobs_N.detach(), seen[0].old_logprobs_N)
     assert seen[0].reference_logprobs_N is not None
@@ -176,8 +175,7 @@ def test_a_kl_term_has_the_coefficient_of_before_the_step(start: Start, seen: li
 
 def test_a_batch_of_truncated_rollouts_alone_changes_nothing(start: Start) -> None:
     loss = {"type": "grpo", "entropy": {"target": 1.0}}
-    optim = {"lr": 1e-3, "weight_decay": 0.0}
-    run = start(loss=loss, rewards={"truncated": "mask"}, kl=REWARD_KL, optim=optim)
+    run = start(loss=loss, rewards={"truncated": "mask"}, kl=REWARD_KL, optim={"lr": 1e-3, "weight_decay": 0.0})
     before = {name: tensor.clone() for name, tensor in trained_tensors(run.session.policy.hf_model).items()}
     metrics = run.learn(1, truncated=tuple(range(12)))
     assert metrics["loss"] == metrics["grad_norm"] == 0.0

@@ -99,8 +99,7 @@ def make_groups(sizes: Sequence[int], *, prompt: int, answer: int) -> list[Sampl
 
 def tokens_of(samples: list[Sample], row: list[int]) -> int:
     """Return how many tokens a row computes whose answers share their prompts."""
-    micro = build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu"))
-    return micro.input_ids_BL.numel()
+    return build_micro_batch(samples, row, pack=True, share=True, device=torch.device("cpu")).input_ids_BL.numel()
 
 
 SHARES = replace(PACKED, shares=True, pair_cost=0.001)
@@ -127,8 +126,7 @@ def test_groups_are_divided_by_rows_and_by_what_a_shared_prompt_costs() -> None:
     assert [len(row) for row in whole] == [11] * 3
     assert len(halves) == 2 and sorted(index for row in halves for index in row) == list(range(33))
     samples = make_groups((8,), prompt=100, answer=5) + make_groups((8,), prompt=20, answer=40)
-    layout = replace(SHARES, pair_cost=1.0)
-    plan = plan_shared_prompts(samples, row_tokens=1000, layout=layout, num_ranks=2)
+    plan = plan_shared_prompts(samples, row_tokens=1000, layout=replace(SHARES, pair_cost=1.0), num_ranks=2)
     assert sorted(row for rank in plan for row in rank) == [list(range(8)), list(range(8, 16))]
 
 
@@ -166,8 +164,7 @@ def test_a_long_prompt_with_short_answers_takes_no_memory_beyond_the_budget(num_
     plan = plan_shared_prompts(samples, row_tokens=600, layout=SHARES, num_ranks=num_ranks)
     rows = [row for rank in plan for row in rank if row]
     assert sorted(index for row in rows for index in row) == list(range(len(samples)))
-    attended = [sum(len(samples[index].token_ids) for index in row) for row in rows]
-    assert 600 < max(attended) <= 4 * 600
+    assert 600 < max(sum(len(samples[index].token_ids) for index in row) for row in rows) <= 4 * 600
 
 
 def test_cross_entropy_is_the_weighted_negative_log_likelihood() -> None:
