@@ -56,8 +56,7 @@ def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
 ) -> None:
     seeds = [3, 1, 2**40, 7, 1]
     alone = [server.choices(seeds=[seed], **cut)[0] for seed in seeds]
-    assert len({tuple(choice["token_ids"]) for choice in alone}) == 4
-    assert alone[1] == alone[4]
+    assert len({tuple(choice["token_ids"]) for choice in alone}) == 4 and alone[1] == alone[4]
     in_a_crowd = _in_a_crowd(server, seeds, **cut)
     with _served(engine, model, tmp_path) as other:
         restarted = other.choices(seeds=seeds, **cut)
@@ -242,8 +241,7 @@ def test_only_the_given_tokens_stop(server: Served) -> None:
 )
 def test_a_request_that_cannot_be_served_is_refused(server: Served, fields: dict[str, Any], reason: str) -> None:
     response = server.ask(**fields)
-    assert response.status_code == 400
-    assert reason in response.json()["error"]
+    assert response.status_code == 400 and reason in response.json()["error"]
     assert response.headers["x-policy-version"] == "0"
 
 
@@ -375,8 +373,7 @@ def test_a_client_that_goes_away_is_not_generated_for(server: Served) -> None:
 def test_killing_the_server_leaves_no_orphan_and_frees_its_port(engine: Engine, model: Path, tmp_path: Path) -> None:
     server = _served(engine, model, tmp_path).handle
     children = psutil.Process(server.pid).children(recursive=True)
-    assert bool(children) is (engine == "vllm")
-    assert server.kill() == -signal.SIGKILL
+    assert bool(children) is (engine == "vllm") and server.kill() == -signal.SIGKILL
     for child in children:  # orphans are reaped by init, so gone means gone
         child.wait(HANG_S)
     with socket.socket() as port:

@@ -112,8 +112,7 @@ def test_damaged_weights_at_the_start_end_the_server_with_the_reason(tmp_path: P
     content[-4:] = b"\x00\x00\xc0\x7f"
     path.write_bytes(content)
     server = _start(model, tmp_path)
-    assert server.wait() == 3
-    assert "holds NaN or infinity" in server.log()
+    assert server.wait() == 3 and "holds NaN or infinity" in server.log()
 
 
 def test_weights_that_no_file_sets_end_the_server_with_their_name(tmp_path: Path) -> None:
@@ -141,8 +140,7 @@ def test_sigterm_ends_a_busy_server_cleanly(model: Path, tmp_path: Path, ends: E
         )
         busy.sendall(head.encode() + body)
         assert server.terminate() == 0
-    assert ends(engine.pid)
-    assert "Traceback" not in server.log()
+    assert ends(engine.pid) and "Traceback" not in server.log()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -151,8 +149,7 @@ def test_a_signal_during_start_up_ends_the_server_cleanly(model: Path, tmp_path:
     wait_until(lambda: "starting the engine" in server.log(), "the start of the engine")
     children = wait_until(lambda: psutil.Process(server.pid).children(recursive=True), "the engine")
     server.send_signal(number)
-    assert server.wait() == 0
-    assert all(ends(child.pid) for child in children)
+    assert server.wait() == 0 and all(ends(child.pid) for child in children)
 
 
 _SLOW_TO_FORK = """
@@ -169,8 +166,7 @@ def test_an_engine_that_was_just_forked_does_not_outlive_its_server(model: Path,
     """It could not yet ask the kernel to end it too, and would wait minutes for a server's answer."""
     server = _start(model, tmp_path, sabotage=_SLOW_TO_FORK)
     children = wait_until(lambda: psutil.Process(server.pid).children(recursive=True), "the engine")
-    assert server.kill() == -signal.SIGKILL
-    assert all(ends(child.pid) for child in children)
+    assert server.kill() == -signal.SIGKILL and all(ends(child.pid) for child in children)
 
 
 def test_a_model_that_cannot_be_read_is_the_fault_of_the_storage(model: Path, tmp_path: Path) -> None:
@@ -334,8 +330,7 @@ def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: P
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
         for path in ("/update_weights", "/claim", "/release"):
             response = post(server.url + path, json=update, headers=headers)
-            assert response.status_code == 401
-            assert "s3cret" not in response.text
+            assert response.status_code == 401 and "s3cret" not in response.text
     assert get(f"{server.url}/weights").json()["version"] == 0
     assert post(f"{server.url}/inference/v1/generate", json=REQUEST).status_code == 200
     page = {"authorization": "Bearer s3cret", "origin": "http://evil.example"}
@@ -346,8 +341,7 @@ def test_admin_routes_of_a_public_server_need_the_token(model: Path, tmp_path: P
     assert post(f"{server.url}/v1/completions", content=(b" " * 65536 for _ in range(1000))).status_code == 413
     allowed = post(f"{server.url}/update_weights", json=update, headers={"authorization": "Bearer s3cret"})
     assert allowed.status_code == 200, allowed.text
-    assert get(f"{server.url}/weights").json()["version"] == 1
-    assert server.terminate() == 0
+    assert get(f"{server.url}/weights").json()["version"] == 1 and server.terminate() == 0
 
 
 _SPAWNS = """
@@ -362,8 +356,7 @@ os.register_at_fork(after_in_child=lambda: os._exit(1))  # an engine that is for
 def test_an_engine_that_is_spawned_as_on_gpus_ends_with_its_server(model: Path, tmp_path: Path, ends: Ends) -> None:
     server = _start(model, tmp_path, sabotage=_SPAWNS).wait_ready()
     children = [_engine(server), *psutil.Process(server.pid).children(recursive=True)]
-    assert server.kill() == -signal.SIGKILL
-    assert all(ends(child.pid) for child in children)
+    assert server.kill() == -signal.SIGKILL and all(ends(child.pid) for child in children)
 
 
 _TELLS_ARGUMENTS = """

@@ -94,8 +94,7 @@ def test_logprobs_follow_every_update(client: Client) -> None:
         response = client.push(client.models / name)
         assert response.status_code == 200, response.text
         digest = weights_digest(client.models / name)
-        assert response.json()["version"] == client.version
-        assert response.json()["digest"] == digest
+        assert response.json()["version"] == client.version and response.json()["digest"] == digest
         assert client.weights() == client.served(client.version, digest)
         choices = client.generate()
         _assert_logprobs(client.models / name, choices)
@@ -184,12 +183,10 @@ def test_bad_directory_is_refused_and_changes_nothing(client: Client, damage: st
     apply, reason = DAMAGES[damage]
     apply(directory)
     response = client.update(directory, 1000)
-    assert response.status_code == 409
-    assert str(directory) in response.json()["error"]
+    assert response.status_code == 409 and str(directory) in response.json()["error"]
     if client.engine == "vllm":
         assert re.search(reason, response.json()["error"]), response.json()["error"]
-    assert client.weights() == weights
-    assert client.generate() == before
+    assert client.weights() == weights and client.generate() == before
 
 
 def test_weights_that_cannot_be_read_change_nothing_and_are_told_apart(client: Client, tmp_path: Path) -> None:
@@ -200,8 +197,7 @@ def test_weights_that_cannot_be_read_change_nothing_and_are_told_apart(client: C
     (directory / "manifest.json").symlink_to("/proc/self/mem")
     response = client.update(directory, 1000)
     assert (response.status_code, response.json()["code"]) == (507, "unreadable")
-    assert "Input/output error" in response.json()["error"]
-    assert client.weights() == weights
+    assert "Input/output error" in response.json()["error"] and client.weights() == weights
     assert client.generate() == before
 
 
@@ -301,8 +297,7 @@ def test_the_engine_goes_on_while_weights_are_read(client: Client, tmp_path: Pat
             assert not pushed.done(), pushed.result().text
             _assert_logprobs(client.models / "a", client.generate())
             beat = _wait_for_beat(client.models / "beat", f"reading policy version {version}")
-            assert (beat.bound_s, beat.answers) == (1800.0, True)
-            assert not pushed.done()
+            assert (beat.bound_s, beat.answers) == (1800.0, True) and not pushed.done()
             fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             assert pushed.result().status_code == 200, pushed.result().text
     finally:

@@ -153,8 +153,7 @@ def test_an_upload_torn_at_any_object_commits_nothing_and_the_next_one_heals(
     server.write("runs/one/step_3/trainer/__9.distcp", b"of another world")
     assert remote.upload(directory, 3)
     remote.download(3, empty.checkpoint(3))
-    assert contents(empty.checkpoint(3)) == contents(directory)
-    assert len(server.names()) == 2 * OBJECTS
+    assert contents(empty.checkpoint(3)) == contents(directory) and len(server.names()) == 2 * OBJECTS
 
 
 @pytest.mark.clock
@@ -172,8 +171,7 @@ def test_a_replacement_torn_anywhere_is_neither_step(
         with pytest.raises(StorageError):
             remote.upload(other, 3)
         server.spoil = lambda method, path: None
-        assert remote.steps() == []
-        assert remote.upload(other, 3)
+        assert remote.steps() == [] and remote.upload(other, 3)
     remote.download(3, empty.checkpoint(4))
     assert contents(empty.checkpoint(4)) == contents(other)
 

@@ -27,8 +27,7 @@ class Broken(ReverseText):
 def _run(output_dir: Path, *flags: str, environment: dict[str, str] | None = None) -> CompletedRun:
     with RlRun(output_dir, *flags, environment=environment) as run:
         completed = complete(run)
-    assert not completed.survivors
-    assert "Traceback" not in completed.output
+    assert not completed.survivors and "Traceback" not in completed.output
     return completed
 
 
@@ -47,8 +46,7 @@ def test_an_environment_that_raises_is_named_with_its_task(broken: CompletedRun)
     message = broken.output.split("error: ")[1]
     assert message.startswith("orchestrator: environment 'unlucky' failed on task ")
     assert "score() raised ZeroDivisionError: no score today" in message
-    assert "failing_scores.py:6" in message
-    assert str(broken.run_dir.logs(1) / "orchestrator.log") in message
+    assert "failing_scores.py:6" in message and str(broken.run_dir.logs(1) / "orchestrator.log") in message
     assert broken.run_dir.published_batches() == []
 
 
@@ -61,11 +59,9 @@ def test_nan_stops_the_run_and_is_not_published(broken: CompletedRun, rl_server:
     run_dir = run.run_dir
     assert run.exit_code == 3, run.output
     assert "error: trainer: step 2: loss is" in run.output and "gradient norm is nan" in run.output
-    assert "optim.lr" in run.output
-    assert run_dir.committed_steps() == [1]
+    assert "optim.lr" in run.output and run_dir.committed_steps() == [1]
     assert run_dir.published_weights() == [0, 1]
-    assert [line["step"] for line in read_metrics(run_dir.metrics)] == [1]
-    assert run_dir.run_id() != run_id
+    assert [line["step"] for line in read_metrics(run_dir.metrics)] == [1] and run_dir.run_id() != run_id
     assert not list(run_dir.path.glob("logs/attempt_2"))
 
 
@@ -80,10 +76,8 @@ def foreign_port() -> Iterator[int]:
 
 def test_a_port_in_use_by_something_else_ends_the_run_before_it_starts(foreign_port: int, tmp_path: Path) -> None:
     run = _run(tmp_path / "run", "--inference.server.port", str(foreign_port))
-    assert run.exit_code == 2
-    assert f"something answers at http://127.0.0.1:{foreign_port}" in run.output
-    assert "--inference.server.port" in run.output
-    assert not run.run_dir.path.exists()
+    assert run.exit_code == 2 and f"something answers at http://127.0.0.1:{foreign_port}" in run.output
+    assert "--inference.server.port" in run.output and not run.run_dir.path.exists()
 
 
 def test_a_server_with_another_model_is_refused_before_anything_starts(rl_server: UsedServer, tmp_path: Path) -> None:
@@ -92,5 +86,4 @@ def test_a_server_with_another_model_is_refused_before_anything_starts(rl_server
     run = _run(tmp_path / "run", *rl_server.flags, "--model.name", str(other))
     assert run.exit_code == 2, run.output
     assert str(MODEL) in run.output and str(other) in run.output
-    assert "--inference.server.port" in run.output
-    assert not RunDir(tmp_path / "run").holds_run()
+    assert "--inference.server.port" in run.output and not RunDir(tmp_path / "run").holds_run()

@@ -89,8 +89,7 @@ def test_a_running_server_is_used_told_the_version_and_kept(reference: Completed
     assert not (reference.run_dir.logs(1) / "inference.log").exists()
     # It served other weights under the same number before: were those used, the ratio would be far from 1.
     first = read_metrics(reference.run_dir.metrics)[0]
-    assert first["staleness/mean"] == 0
-    assert first["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE
+    assert first["staleness/mean"] == 0 and first["mismatch/max_log_ratio"] <= LOG_RATIO_TOLERANCE
     assert httpx.get(f"{rl_server.handle.url}/health", timeout=HANG_S).status_code == 200
     # The engine computed what the trainer computes before any rollout was asked for; it was asked once.
     assert (reference.run_dir.logs(1) / "orchestrator.log").read_text().count("the parity prompt differs by") == 1
@@ -150,8 +149,7 @@ def test_a_stop_and_resume_changes_nothing(reference: CompletedRun, rl_server: U
     run_dir = succeeded(tmp_path / "run", *flags, "--max-steps", "6").run_dir
     assert run_dir.committed_steps() == [6]
     # Batch 7 is made by version 5: it must outlive the step that trained version 6.
-    assert run_dir.published_weights() == [5, 6]
-    assert run_dir.published_batches() == list(range(1, 7))
+    assert run_dir.published_weights() == [5, 6] and run_dir.published_batches() == list(range(1, 7))
     second = succeeded(tmp_path / "run", *flags, "--max-steps", "12", "--ckpt.resume-step", "6", "--journal.keep", "4")
     assert "resuming from step 6" in second.output
     assert "are in the journal" not in second.output, "batches that were trained are kept, not trained again"

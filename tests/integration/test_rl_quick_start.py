@@ -32,12 +32,10 @@ def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> Non
     flags = ("--inference.server.port", str(port), "--trainer.kl")
     with RlRun(tmp_path / "run", *flags, starts_python=True) as run:
         run.wait_for_step(1)
-        assert _listens(port)
-        assert run.find("holdfast.inference.main")
+        assert _listens(port) and run.find("holdfast.inference.main")
         completed = complete(run)
     assert completed.exit_code == 0, completed.output
-    assert not completed.survivors
-    assert not _listens(port)
+    assert not completed.survivors and not _listens(port)
     for phase in ("loading vllm", "importing torch", "waiting for batches", "finished step 50 of 50; weights: "):
         assert phase in completed.output
     run_dir = completed.run_dir
@@ -47,8 +45,7 @@ def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert [line["step"] for line in lines] == list(range(1, 51))
     rewards = [line["reward/mean"] for line in lines]
     assert mean(rewards[-10:]) >= mean(rewards[:3]) + REWARD_RISE, rewards
-    assert not undocumented(lines[-1])
-    assert {line["ppo_kl"] for line in lines} == {0.0}
+    assert not undocumented(lines[-1]) and {line["ppo_kl"] for line in lines} == {0.0}
     assert lines[0]["ref_kld"] == 0.0 and all(line["ref_kld"] > 0.0 for line in lines[1:])
 
 
@@ -59,5 +56,4 @@ def test_a_launcher_killed_at_the_start_takes_its_server_along(tmp_path: Path) -
         assert run.find("holdfast.inference.main")
         run.interrupt(signal.SIGKILL)
         completed = complete(run)
-    assert completed.exit_code == -signal.SIGKILL
-    assert not completed.survivors
+    assert completed.exit_code == -signal.SIGKILL and not completed.survivors

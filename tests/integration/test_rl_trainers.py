@@ -28,8 +28,7 @@ def test_two_ranks_train_as_one_does(
     # Both first batches are by version 0, so they are the same; the second trains on the first update.
     for step in (1, 2):
         mine, theirs = two[step - 1], one[step - 1]
-        assert mine["reward/mean"] == theirs["reward/mean"]
-        assert theirs["grad_norm"] > 0.1
+        assert mine["reward/mean"] == theirs["reward/mean"] and theirs["grad_norm"] > 0.1
         for name in ("loss", "grad_norm", "entropy", "mismatch_kl"):
             assert mine[name] == pytest.approx(theirs[name], rel=RELATIVE, abs=ABSOLUTE), f"{name} of step {step}"
     assert two[1]["loss"] != 0.0

@@ -156,8 +156,7 @@ def test_without_checkpoints_a_death_ends_all(tmp_path: Path, tiny_model: Models
     nodes.start_all()
     nodes.wait_for_step(2)
     nodes.trainer(1).kill()
-    assert nodes.wait() == [1, 1]
-    assert "error: the run has ended on node " in nodes.runs[1].log
+    assert nodes.wait() == [1, 1] and "error: the run has ended on node " in nodes.runs[1].log
 
 
 def test_trainers_that_wait_for_a_batch_save_when_one_node_is_asked_to(tmp_path: Path, tiny_model: Models) -> None:

@@ -171,8 +171,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(number: int, said: str, sta
     live.wait_for(said)
     time.sleep(ECHO_S)  # sooner it would be the same signal
     os.kill(live.run.pid, number)
-    assert live.ended(ends) == NOT_SAVED
-    assert "was NOT saved" in live.run.log
+    assert live.ended(ends) == NOT_SAVED and "was NOT saved" in live.run.log
 
 
 @pytest.mark.ranks
@@ -213,8 +212,7 @@ def test_a_trainer_that_waits_for_a_batch_saves_at_once(tiny_model: ModelFactory
     live.wait_for("step  2/")
     os.kill(live.run.pid, signal.SIGTERM)
     assert live.run.wait(HANG_S).code == 128 + signal.SIGTERM, live.run.log
-    assert "stopped at step 2 of 10, which is saved" in live.run.log
-    assert run_dir.committed_steps() == [2]
+    assert "stopped at step 2 of 10, which is saved" in live.run.log and run_dir.committed_steps() == [2]
     manifest.verify(run_dir.checkpoint(2))
     assert (run_dir.checkpoint(2) / "orchestrator" / "orchestrator.json").read_bytes() == (
         run_dir.batch(2) / STATE_NAME

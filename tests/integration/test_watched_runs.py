@@ -126,8 +126,7 @@ def test_a_tracker_that_fails_costs_one_warning_and_is_sent_to_later(
     )
     assert "finished step 2 of 2" in run.output
     assert f"`uv run track {run.run_dir.path} --to {_BROKEN}` sends what is missing" in run.output
-    assert "Traceback" not in run.output
-    assert not (run.run_dir.path / "own.txt").exists()
+    assert "Traceback" not in run.output and not (run.run_dir.path / "own.txt").exists()
     monkeypatch.setenv("TRACKER_FAILS", "")
     assert track([str(run.run_dir.path)]) == 0
     assert f"{_BROKEN} has everything up to step 2" in capsys.readouterr().out
@@ -275,8 +274,7 @@ def test_two_profiled_ranks_keep_their_bits(tmp_path: Path, tiny_model: Callable
             trace.check_phase(phase)
     train("profiled", "--max-steps", "6", "--profile", "3:5", "--ckpt.resume-step", "latest")
     (path,) = profiled.profiles()
-    assert path == profiled.logs(2) / "profile_steps_5_to_5"
-    assert Trace.read(path, rank=1).steps() == [5]
+    assert path == profiled.logs(2) / "profile_steps_5_to_5" and Trace.read(path, rank=1).steps() == [5]
 
 
 def test_a_kill_tears_nothing_a_stop_records(tmp_path: Path, tiny_model: Callable[..., Path], sft_data: Path) -> None:

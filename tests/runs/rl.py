@@ -245,8 +245,7 @@ def outcome(run_dir: RunDir, step: int) -> Outcome:
         trainer_state=_contents(checkpoint / "trainer", "*.json"),
         orchestrator_state=(checkpoint / "orchestrator" / "orchestrator.json").read_bytes(),
     )
-    assert found.weights
-    assert {"progress.json", "random_rank_0.json"} <= found.trainer_state.keys()
+    assert found.weights and {"progress.json", "random_rank_0.json"} <= found.trainer_state.keys()
     assert any(name.endswith("exp_avg_sq") and any(data) for name, data in found.tensors.items())
     return found
 

@@ -121,8 +121,7 @@ def test_several_inference_servers_have_a_configuration_each(run: Command, tmp_p
 @pytest.mark.parametrize("program", [pytest.param("trainer", marks=pytest.mark.launch), "orchestrator", "inference"])
 def test_a_dry_run_of_one_process(program: str, run: Command, tmp_path: Path) -> None:
     code, _, _ = run(program, *TOY[program], "--dry-run", "--output-dir", tmp_path)
-    assert code == 0
-    assert (tmp_path / "configs" / "dry_run" / f"{program}.toml").is_file()
+    assert code == 0 and (tmp_path / "configs" / "dry_run" / f"{program}.toml").is_file()
     assert not RunDir(tmp_path).holds_run()
 
 
@@ -226,8 +225,7 @@ def test_what_was_to_be_printed_and_was_not_is_told(
     assert started(words, ">&- 2>&- <&-") == (0, "")
     code, said = started(words, FULL)
     assert code == 2 and said.startswith("error: the output cannot be written: No space left on device. ")
-    assert "--output-dir" not in said
-    assert started(words, f"{FULL} 2>/dev/full") == (2, "")
+    assert "--output-dir" not in said and started(words, f"{FULL} 2>/dev/full") == (2, "")
 
 
 @pytest.mark.launch
@@ -257,8 +255,7 @@ def test_files_do_not_get_the_numbers_of_closed_streams(tmp_path: Path) -> None:
     )
     path = tmp_path / "file"
     done = subprocess.run(["bash", "-c", '"$0" -c "$1" "$2" <&- >&- 2>&-', sys.executable, code, str(path)])
-    assert done.returncode == 0
-    assert json.loads(path.read_text()) == [os.devnull] * 3
+    assert done.returncode == 0 and json.loads(path.read_text()) == [os.devnull] * 3
 
 
 @pytest.fixture
@@ -282,8 +279,7 @@ def test_every_training_program_has_a_command_of_its_name() -> None:
 def test_a_command_is_the_same_by_either_name(name: str, run_command: Command, holdfast: Command) -> None:
     for words in (["--help"], ["--no-such-flag"]):
         by_itself = run_command(name, *words)
-        assert holdfast(name, *words) == by_itself
-        assert by_itself[0] == (0 if words == ["--help"] else 2)
+        assert holdfast(name, *words) == by_itself and by_itself[0] == (0 if words == ["--help"] else 2)
 
 
 def test_help_of_a_command_may_be_asked_for_first(holdfast: Command) -> None:

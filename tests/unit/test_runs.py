@@ -57,8 +57,7 @@ def test_keywords_are_the_settings_of_the_command() -> None:
     (environment,) = rl.orchestrator.environments
     assert environment.id == "holdfast.orchestrator.env.reverse_text:ReverseText"
     assert environment.args == {"scorer": "difflib:SequenceMatcher"} and environment.on_error == "drop"
-    assert [*rl.orchestrator.sampling.stop] == ["\n", "null"]
-    assert rl.ckpt is None
+    assert [*rl.orchestrator.sampling.stop] == ["\n", "null"] and rl.ckpt is None
 
 
 def _local() -> Callable[[], None]:

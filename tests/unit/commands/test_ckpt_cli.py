@@ -127,8 +127,7 @@ def test_a_torn_save_is_shown_and_is_no_problem(ckpt: Command, run_dir: RunDir) 
     torn = run_dir.checkpoints / ".tmp-step_5"
     shutil.copytree(run_dir.checkpoint(4), torn)
     code, document = listed(ckpt, run_dir)
-    assert code == 0
-    assert [line["status"] for line in document["steps"]] == ["committed"] * 4 + ["torn"]
+    assert code == 0 and [line["status"] for line in document["steps"]] == ["committed"] * 4 + ["torn"]
     set_metrics(torn, {"loss": -1.0})
     assert listed(ckpt, run_dir)[1]["best"] in (1, 2, 3, 4)
     code, out, _ = ckpt("ls", run_dir.path)
@@ -165,8 +164,7 @@ def test_a_checkpoint_of_another_run_is_named(ckpt: Command, run_dir: RunDir) ->
 
 def test_verify_finds_one_flipped_bit_and_names_the_file(ckpt: Command, run_dir: RunDir) -> None:
     flip(run_dir.checkpoint(3) / "trainer" / "__0.distcp")
-    assert listed(ckpt, run_dir)[0] == 0
-    assert ckpt("verify", run_dir.path, "--how", "size")[0] == 0
+    assert listed(ckpt, run_dir)[0] == 0 and ckpt("verify", run_dir.path, "--how", "size")[0] == 0
     code, out, err = ckpt("verify", run_dir.path)
     assert (code, err) == (1, "")
     assert "step_3/trainer/__0.distcp is damaged" in out and "3 of 4 OK" in out and "MB/s" in out

@@ -196,8 +196,7 @@ def test_init_says_where_it_cannot_write(refused: Refused) -> None:
 @pytest.mark.launch
 def test_an_environment_without_a_fault_is_passed(environments: Command) -> None:
     code, out, err = environments("check", "faults:Sound", "--model.name", BASE, "--num-tasks", "4")
-    assert (code, err) == (0, "")
-    assert [line.split()[1] for line in out.splitlines()[1:6]] == ["OK"] * 5
+    assert (code, err) == (0, "") and [line.split()[1] for line in out.splitlines()[1:6]] == ["OK"] * 5
     assert " of 1024 tokens" in out and "20 with scripted answers" in out
 
 

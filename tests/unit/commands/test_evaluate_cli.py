@@ -77,8 +77,7 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: Command, tmp_path: 
 def test_a_mistake_is_told_before_anything_starts(
     flags: tuple[str, ...], said: str, refused: Refused, in_tmp_path: Path
 ) -> None:
-    assert said in refused("evaluate", *flags)
-    assert not (in_tmp_path / "evaluation").exists()
+    assert said in refused("evaluate", *flags) and not (in_tmp_path / "evaluation").exists()
 
 
 def test_a_run_is_not_taken_for_an_evaluation(refused: Refused, tmp_path: Path) -> None:

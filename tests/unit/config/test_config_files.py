@@ -94,8 +94,7 @@ def test_a_mistake_in_a_table_that_the_user_named_is_told_with_that_name(write: 
 def test_the_environment_of_the_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SEED", "MAX_STEPS", "OUTPUT_DIR", "CLEAN"):
         monkeypatch.setenv(name, "17")
-    assert sft() == SftConfig()
-    assert sft().seed == 0
+    assert sft() == SftConfig() and sft().seed == 0
 
 
 @pytest.mark.parametrize(
@@ -161,8 +160,7 @@ def test_all_mistakes_are_told_at_once(write: Write) -> None:
 
 
 def test_what_is_no_file_of_text_is_named(tmp_path: Path) -> None:
-    assert "'@ nowhere/a.toml'" in refused("@", "nowhere/a.toml")
-    assert "path" in refused("@")
+    assert "'@ nowhere/a.toml'" in refused("@", "nowhere/a.toml") and "path" in refused("@")
     assert "path" in refused("--trainer", "@", command=RlConfig)
     assert str(tmp_path) in refused("@", str(tmp_path))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")

@@ -270,8 +270,7 @@ def test_parts_of_a_run_that_fit_together_are_taken(flags: tuple[str, ...]) -> N
 
 def test_dtype_follows_the_trainer_and_a_random_model_waits_for_weights() -> None:
     config = rl("--trainer.model.dtype", "bfloat16", "--trainer.model.init", "random")
-    assert config.inference.model.dtype == "bfloat16"
-    assert config.inference.model.load == "dummy"
+    assert config.inference.model.dtype == "bfloat16" and config.inference.model.load == "dummy"
     kept = rl("--trainer.model.dtype", "bfloat16", "--inference.model.dtype", "float32")
     assert kept.inference.model.dtype == "float32"
 

@@ -208,8 +208,7 @@ made("weights/step_1")
         orchestrator=_MAKES_A_BATCH,
         restarts=1,
     )
-    assert code == 0
-    assert [stands.starts(f"inference_{number}") for number in range(2)] == [2, 2]
+    assert code == 0 and [stands.starts(f"inference_{number}") for number in range(2)] == [2, 2]
 
 
 def test_what_a_server_tells_ends_the_run_whatever_others_there_are(stands: Stands) -> None:
@@ -253,8 +252,7 @@ def test_crashes_and_deaths_by_a_signal_are_started_again(code: int) -> None:
 @pytest.mark.parametrize("code", [2, 3, 4])
 def test_an_error_that_was_told_is_not(code: int) -> None:
     restarts = RestartLimit(3, 600)
-    assert restarts.delay_s("trainer", code) is None
-    assert restarts.used("trainer") == 0
+    assert restarts.delay_s("trainer", code) is None and restarts.used("trainer") == 0
 
 
 def test_delays_double_up_to_a_limit() -> None:
@@ -266,8 +264,7 @@ def test_delays_double_up_to_a_limit() -> None:
 def test_the_allowance_is_each_process_own_and_ends() -> None:
     restarts = RestartLimit(2, 600)
     assert [restarts.delay_s("trainer", 1) is None for _ in range(3)] == [False, False, True]
-    assert restarts.used("trainer") == 2
-    assert restarts.delay_s("orchestrator", 1) == 0.2
+    assert restarts.used("trainer") == 2 and restarts.delay_s("orchestrator", 1) == 0.2
 
 
 def test_what_lies_before_the_window_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +320,7 @@ _ENDS = {
 def test_the_last_engine_died_of_its_first_exception(lines: list[str], expected: str | None, tmp_path: Path) -> None:
     log = tmp_path / "inference.log"
     log.write_text("\n".join(lines))
-    assert engine_failure(log) == expected
-    assert engine_failure(tmp_path / "none.log") is None
+    assert engine_failure(log) == expected and engine_failure(tmp_path / "none.log") is None
 
 
 def test_the_same_failure_at_the_same_step_comes_again() -> None:

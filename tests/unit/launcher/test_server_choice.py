@@ -106,8 +106,7 @@ def test_runs_side_by_side_get_ports_and_servers_of_their_own(tmp_path: Path, fi
         launchers = [Launcher(tmp_path / str(number), first_port) for number in range(3)]
         chosen = [launcher.choose(stack) for launcher in launchers]
         assert [launcher.port for launcher in launchers] == [first_port, first_port + 1, first_port + 2]
-        assert all(servers.starts_own for servers in chosen)
-        assert chosen[0].line == ""
+        assert all(servers.starts_own for servers in chosen) and chosen[0].line == ""
         refused(explicit(tmp_path / "another", first_port), stack, f":{first_port} is in use, by a run that starts")
         assert chosen[1].line == (
             f"port {first_port} is not free (another run or program has it): the inference server of this run gets "
@@ -136,8 +135,7 @@ def test_several_servers_get_ports_in_a_row(tmp_path: Path, first_port: int) -> 
     # One in the middle: the row begins behind it.
     with held(first_port + 1), ExitStack() as stack:
         launcher = several(tmp_path / "2", first_port)
-        assert launcher.choose(stack).starts_own
-        assert launcher.config.inference.server.port == first_port + 2
+        assert launcher.choose(stack).starts_own and launcher.config.inference.server.port == first_port + 2
 
 
 def test_several_servers_at_ports_that_were_named_are_started_there_or_nowhere(tmp_path: Path, first_port: int) -> None:
@@ -220,8 +218,7 @@ def test_a_free_server_of_another_user_is_used_only_where_it_is_named(tmp_path: 
         servers = launcher.choose(stack)
         assert servers.starts_own and launcher.port > port and engine.owner is None
         assert f"is another user's (uid {os.getuid() + 1})" in servers.line
-        assert not explicit(tmp_path / "second", port).choose(stack).starts_own
-        assert engine.owner is not None
+        assert not explicit(tmp_path / "second", port).choose(stack).starts_own and engine.owner is not None
 
 
 @pytest.fixture
@@ -415,8 +412,7 @@ def test_the_server_of_the_teacher_is_not_taken_for_the_policy(tmp_path: Path, f
 
 def test_a_dry_run_holds_nothing(tmp_path: Path) -> None:
     with offered() as (engine, port, stack):
-        assert not Launcher(tmp_path, port, "--dry-run").choose(stack).starts_own
-        assert engine.owner is None
+        assert not Launcher(tmp_path, port, "--dry-run").choose(stack).starts_own and engine.owner is None
 
 
 def test_servers_that_were_named_are_used_if_no_other_run_has_them(tmp_path: Path) -> None:

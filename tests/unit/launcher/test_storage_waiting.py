@@ -65,8 +65,7 @@ def test_what_a_network_did_to_others_is_none(told: Exception, number: int) -> N
     OSError("without a number"),
 ])  # fmt: skip
 def test_other_errors_are_not(error: Exception) -> None:
-    assert not is_storage_failure(error)
-    assert not is_storage_failure(caused(SaveError("not saved"), error))
+    assert not is_storage_failure(error) and not is_storage_failure(caused(SaveError("not saved"), error))
 
 
 def test_an_error_that_is_its_own_cause_has_no_more_causes_and_a_flag_on_another_rank_counts() -> None:
@@ -75,8 +74,7 @@ def test_an_error_that_is_its_own_cause_has_no_more_causes_and_a_flag_on_another
     error.__cause__ = error
     assert not is_storage_failure(error)
     error.__cause__, other.__cause__ = other, error
-    assert not is_storage_failure(caused(EnvironmentFailure("it raised"), error))
-    assert _code(error) == ""
+    assert not is_storage_failure(caused(EnvironmentFailure("it raised"), error)) and _code(error) == ""
     # The flag of a failure on another rank counts.
     flagged = SaveError("rank 1: No space left on device")
     flagged.exit_code = STORAGE_FAILED

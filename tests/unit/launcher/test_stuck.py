@@ -165,11 +165,9 @@ def test_the_rank_that_stands_still_is_named(tmp_path: Path, clock: Callable[[fl
         for rank, moves in enumerate((second, 7)):
             (tmp_path / "new").write_text(f'{{"moves": {moves}, "doing": "step 3", "bound_s": 10}}')
             (tmp_path / "new").replace(tmp_path / f"trainer_rank_{rank}")
-        assert monitor.silent_s() < 2
-        assert (monitor.stuck() is None) == (second < 11)
+        assert monitor.silent_s() < 2 and (monitor.stuck() is None) == (second < 11)
     stuck = monitor.stuck()
-    assert stuck is not None
-    assert (stuck.part, stuck.doing, stuck.seconds) == ("rank 1", "step 3", 11.0)
+    assert stuck is not None and (stuck.part, stuck.doing, stuck.seconds) == ("rank 1", "step 3", 11.0)
 
 
 def test_an_update_of_weights_is_no_silence(tmp_path: Path) -> None:

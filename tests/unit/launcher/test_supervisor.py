@@ -35,8 +35,7 @@ def test_a_run_is_over_when_every_worker_did_its_work(tmp_path: Path) -> None:
             told = {"environment": {"NAME": name}}
             supervisor.start(name, python("print(os.environ['NAME'])"), tmp_path / f"{name}.log", **told)
         service = supervisor.start("s", python("time.sleep(600)"), tmp_path / "s.log", environment={}, is_service=True)
-        assert supervisor.run(lambda: None) is None
-        assert service.process.poll() is None
+        assert supervisor.run(lambda: None) is None and service.process.poll() is None
     assert (tmp_path / "a.log").read_text().splitlines() == ["ready", "a"]
     assert service.process.returncode == -signal.SIGTERM
 
@@ -120,8 +119,7 @@ def test_a_child_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path
         child = supervisor.start("stubborn", python(code), tmp_path / "s.log", environment={})
         _wait_for(child, "stubborn")
         supervisor.stop(timeout_s=0.2)
-    assert child.process.returncode == -signal.SIGKILL
-    assert ends(int(child.log.read_text().splitlines()[1]))
+    assert child.process.returncode == -signal.SIGKILL and ends(int(child.log.read_text().splitlines()[1]))
 
 
 def test_children_that_a_dead_child_left_behind_are_killed(tmp_path: Path, ends: Ends) -> None:
@@ -197,8 +195,7 @@ def test_what_a_child_started_outlives_a_launcher_that_is_killed(tmp_path: Path,
     child = int(Path(f"/proc/{grandchild}/stat").read_text().split()[3])
     launcher.kill()
     launcher.communicate()
-    assert ends(child)
-    assert not ends(grandchild, within_s=0)
+    assert ends(child) and not ends(grandchild, within_s=0)
     os.kill(grandchild, signal.SIGKILL)
     assert ends(grandchild)
 

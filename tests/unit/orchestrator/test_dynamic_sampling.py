@@ -211,8 +211,7 @@ def zero_signal(task: int) -> Dropped:
 def test_a_group_has_signal_if_its_rewards_differ(signal: Signal) -> None:
     assert has_signal(group(0, [1.0, 0.0]), signal)
     assert has_signal(group(0, [0.5, 0.5, 0.5 + 1e-12]), signal)
-    assert not has_signal(group(0, [0.3, 0.3, 0.3]), signal)
-    assert not has_signal(failed(0), signal)
+    assert not has_signal(group(0, [0.3, 0.3, 0.3]), signal) and not has_signal(failed(0), signal)
     # Rewards of the wholes, and those of two turns each: equal sums say nothing where the sum is what is raised.
     for rewards, turns, by_sum, by_parts in (
         ([1.0, 1.0], [[0.5, 0.5], [0.5, 0.5]], False, False),

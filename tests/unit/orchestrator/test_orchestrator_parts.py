@@ -63,8 +63,7 @@ def test_the_mix_resumes_from_its_state_and_a_changed_mix_starts_anew(caplog: py
     begun = [next_environment(resumed) for _ in range(4)]
     resumed = resumed.copy()
     adopt_mix(resumed, mix(weights))
-    assert begun + [next_environment(resumed) for _ in range(9)] == expected
-    assert not caplog.records
+    assert begun + [next_environment(resumed) for _ in range(9)] == expected and not caplog.records
     resumed.environments["a"].next_task = 5
     adopt_mix(resumed, mix({"a": 1.0, "new": 1.0}))
     assert "mix of environments changed" in caplog.text
@@ -76,8 +75,7 @@ def test_request_seeds_differ_in_every_part() -> None:
     task, other = (TaskSeed(run_seed=0, environment="env", index=index) for index in range(2))
     places = itertools.product((task, other), range(4), range(4), range(4))
     seeds = {request_seed(one, step=step, sample_index=sample, turn=turn) for one, step, sample, turn in places}
-    assert len(seeds) == 2 * 4**3
-    assert seeds.isdisjoint({task.number, other.number, task.shared("epoch", 0)})
+    assert len(seeds) == 2 * 4**3 and seeds.isdisjoint({task.number, other.number, task.shared("epoch", 0)})
 
 
 def test_the_client_returns_choices_in_the_order_of_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +233,7 @@ def test_the_log_of_generations_survives_a_torn_end_and_belongs_to_its_weights(t
     for end in (len(whole) - 1, len(whole) - 30):
         log.path.write_bytes(whole[:end])
         torn = make_log(run_dir)
-        assert found_in(torn, [1, 2], 10) == first
-        assert found_in(torn, [1, 2], 11) is None
+        assert found_in(torn, [1, 2], 10) == first and found_in(torn, [1, 2], 11) is None
         torn.append([1, 2], **asked, seeds=[11], completions=[second])
         torn.close()
         assert log.path.read_bytes() == whole
@@ -294,8 +291,7 @@ def test_metrics_of_a_batch() -> None:
     first = [make_rollout(1.0, exact=1.0), make_rollout(0.0, exact=0.0)]
     second = [make_rollout(0.5, environment="b", sampled=4), make_rollout(0.5, environment="b")]
     metrics = metrics_of([first, second])
-    assert metrics["reward/mean"] == 0.5
-    assert metrics["reward/std"] == pytest.approx(0.125**0.5)
+    assert metrics["reward/mean"] == 0.5 and metrics["reward/std"] == pytest.approx(0.125**0.5)
     assert (metrics["reward/a/mean"], metrics["reward/b/mean"], metrics["a/exact"]) == (0.5, 0.5, 0.5)
     assert (metrics["reward/a/std"], metrics["reward/b/std"]) == (0.5, 0.0)
     assert metrics["rollout/tokens_mean"] == 3.5 and metrics["rollout/sampled_tokens_mean"] == 2.5

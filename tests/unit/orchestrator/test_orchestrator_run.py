@@ -158,8 +158,7 @@ def test_a_killed_batch_reuses_what_was_sampled(tmp_path: Path, engine: FakeEngi
         fakes.run_until(23, engine, make_config(killed.path, engine, **settings))
         before = killed.published_batches()
         run(make_config(killed.path, engine, **settings))
-    assert before == [1]
-    assert read_rollouts(straight, range(1, 4)) == read_rollouts(killed, range(1, 4))
+    assert before == [1] and read_rollouts(straight, range(1, 4)) == read_rollouts(killed, range(1, 4))
     assert journal.read_batch(killed, 2).metrics["rollout/reused_turns"] > 0
     assert not list(killed.rollouts.glob("generations_*"))
 
@@ -256,8 +255,7 @@ def test_generation_goes_no_further_ahead_than_the_schedule(tmp_path: Path, engi
     fakes.publish_weights(run_dir, 0, b"zero")
     with serving(engine), pytest.raises(InferenceError, match=r"published no .*step_1 within"):
         asyncio.run(orchestrate(make_config(tmp_path, engine, weights_timeout_s=0.1)))
-    assert run_dir.published_batches() == [1, 2]
-    assert len(engine.requests) == 2 * 3
+    assert run_dir.published_batches() == [1, 2] and len(engine.requests) == 2 * 3
 
 
 def test_batches_are_published_in_the_next(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,8 +376,7 @@ def test_a_killed_batch_asks_neither_policy_nor_teacher_twice(tmp_path: Path, mo
         section = {"urls": [teacher.url], "model": "the/teacher", "mode": "logprobs", "max_concurrency": 1}
         straight = configured(tmp_path / "straight", model, engine, teacher=section)
         run(straight)
-        num_asked = len(engine.asked)
-        num_judged = len(teacher.requests)
+        num_asked, num_judged = len(engine.asked), len(teacher.requests)
         engine.requests.clear(), teacher.requests.clear()
         killed = configured(tmp_path / "killed", model, engine, teacher=section)
         fakes.run_until(25, teacher, killed)

@@ -69,8 +69,7 @@ def test_what_others_sampled_is_sampled_again(tmp_path: Path, disturbance: str) 
     expected = rollouts_of(tmp_path / "alone", FakeEngine(), **settings)
     engine = DisturbedEngine()
     engine.number, engine.disturb = number, disturb
-    assert rollouts_of(tmp_path / "disturbed", engine, **settings) == expected
-    assert engine.answers > number
+    assert rollouts_of(tmp_path / "disturbed", engine, **settings) == expected and engine.answers > number
     repeated = [version for version in engine.pushed if engine.pushed.count(version) > 1]
     assert repeated, "the disturbance did not come to pass"
     for step in range(1, STEPS + 1):
@@ -114,8 +113,7 @@ def test_a_server_that_another_run_took_over_ends_the_run_with_its_name(tmp_path
     engine.on_generate = take_over
     with serving(engine), pytest.raises(InferenceError, match="owned by the run in node:/elsewhere") as ended:
         run(make_config(tmp_path, engine))
-    assert ended.value.exit_code == 3
-    assert RunDir(tmp_path).published_batches() == [1]
+    assert ended.value.exit_code == 3 and RunDir(tmp_path).published_batches() == [1]
 
 
 def test_a_server_is_owned_by_the_run_and_given_back_at_its_end(tmp_path: Path) -> None:

@@ -272,8 +272,7 @@ def test_messages_to_look_up_are_those_of_the_code() -> None:
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     parts = [part.strip(" '") for message in messages for part in message.split("...") if part.strip(" '")]
-    assert len(messages) >= 10
-    assert not [part for part in parts if part not in said]
+    assert len(messages) >= 10 and not [part for part in parts if part not in said]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -419,8 +418,7 @@ def test_environment_variables_that_are_read_are_documented() -> None:
 
 def test_the_readme_is_short_and_names_every_command() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 160
-    assert not [name for name in COMMANDS if f"`{name}`" not in text]
+    assert len(text.splitlines()) <= 160 and not [name for name in COMMANDS if f"`{name}`" not in text]
 
 
 def test_every_page_is_linked_from_the_readme_or_another_page() -> None:

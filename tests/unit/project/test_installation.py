@@ -81,8 +81,7 @@ def test_commands_leave_the_build_of_vllm_that_was_chosen(standin: Standin) -> N
         done = standin.uv("sync", "--group", build)
         assert done.returncode == 0, done.stderr
         assert f"- fakellm-{other}" in done.stderr or "Creating virtual environment" in done.stderr
-        assert standin.kind() == build
-        assert standin.uv("sync", "--inexact", "--extra", "s3").returncode == 0
+        assert standin.kind() == build and standin.uv("sync", "--inexact", "--extra", "s3").returncode == 0
         assert standin.kind() == build
     assert standin.uv("sync").returncode == 0
     assert standin.kind() == "none", "who chose to do without vLLM does not get one"
@@ -91,8 +90,7 @@ def test_commands_leave_the_build_of_vllm_that_was_chosen(standin: Standin) -> N
 
 
 def test_developers_get_the_build_for_cpus(standin: Standin) -> None:
-    assert standin.uv("sync", "--group", "dev").returncode == 0
-    assert standin.kind() == "cpu"
+    assert standin.uv("sync", "--group", "dev").returncode == 0 and standin.kind() == "cpu"
 
 
 def _exported(*groups: str) -> set[str]:
@@ -140,5 +138,4 @@ def test_no_two_installed_packages_own_one_file() -> None:
 
 
 def test_a_checkout_is_told_from_an_installation(tmp_path: Path) -> None:
-    assert is_checkout()
-    assert not is_checkout(tmp_path / "lib" / "python" / "site-packages" / "holdfast")
+    assert is_checkout() and not is_checkout(tmp_path / "lib" / "python" / "site-packages" / "holdfast")

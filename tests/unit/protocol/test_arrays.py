@@ -39,8 +39,7 @@ def test_numbers_survive_the_wire_bit_for_bit(ids: list[int], logprobs: list[flo
     assert msgspec.msgpack.decode(data, type=Holder, dec_hook=decode_packed) == holder
     wire = msgspec.msgpack.decode(data)
     assert wire["token_ids"] == np.array(ids, "<i4").tobytes()
-    assert wire["logprobs"] == np.array(logprobs, "<f4").tobytes()
-    assert wire["loss_mask"] == bytes(mask)
+    assert wire["logprobs"] == np.array(logprobs, "<f4").tobytes() and wire["loss_mask"] == bytes(mask)
     assert (holder.token_ids.tolist(), list(map(bool, holder.loss_mask))) == (ids, mask)
 
 

@@ -205,8 +205,7 @@ def test_runs_are_found_a_few_levels_deep_and_not_within_a_run() -> None:
     Path("outputs/link").symlink_to(Path("outputs/a").absolute())
     Path("outputs/loop").symlink_to(Path("outputs").absolute())
     assert {path.resolve() for path in runs_below(HOME)} == {path.resolve() for path in kept}
-    assert len(runs_below(HOME)) == len(kept)
-    assert runs_below(Path("nowhere")) == []
+    assert len(runs_below(HOME)) == len(kept) and runs_below(Path("nowhere")) == []
 
 
 def test_a_long_list_is_cut() -> None:
@@ -216,8 +215,7 @@ def test_a_long_list_is_cut() -> None:
         only_run("ckpt ls", [])
     listed = str(caught.value).splitlines()
     assert (listed[1], *listed[20:22]) == ("  outputs/24", "  outputs/5", "  and 5 more")
-    assert "outputs/20, 20 more" in str(no_run(Path("nowhere")))
-    assert len(all_runs("monitor", [])) == 25
+    assert "outputs/20, 20 more" in str(no_run(Path("nowhere"))) and len(all_runs("monitor", [])) == 25
 
 
 def test_the_first_word_is_found_among_flags() -> None:

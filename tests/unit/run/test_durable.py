@@ -134,16 +134,14 @@ def test_an_unlistable_directory_is_not_published(tmp_path: Path, monkeypatch: p
 
 def test_the_directory_is_opened_before_each_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is what makes NFS ask again."""
-    opened = []
-    real = os.open
+    opened, real = [], os.open
 
     def note(path: Path, flags: int, *rest: int) -> int:
         opened.append(path)
         return real(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", note)
-    assert not atomic.is_visible(tmp_path / "file")
-    assert opened == [tmp_path]
+    assert not atomic.is_visible(tmp_path / "file") and opened == [tmp_path]
     path = tmp_path / "a" / "b" / "file"
     assert not atomic.is_visible(path)
     path.parent.mkdir(parents=True)

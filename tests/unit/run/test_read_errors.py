@@ -98,8 +98,7 @@ def test_batches_and_weights_that_cannot_be_read_are_not_replaced(run_dir: RunDi
     directory = journal.publish_batch(run_dir, batch, state.encode())
     with unreadable(directory / MANIFEST_NAME), pytest.raises(ReadError) as caught:
         find_start(run_dir, None)
-    assert is_storage_failure(caught.value)
-    assert find_start(run_dir, None)[1].step == 1
+    assert is_storage_failure(caught.value) and find_start(run_dir, None)[1].step == 1
 
 
 def test_the_console_waits_for_lines_that_cannot_be_read(tmp_path: Path) -> None:
@@ -134,8 +133,7 @@ def test_a_full_disk_here_is_no_fault_of_stores(store: str, tmp_path: Path, monk
             with pytest.raises(RunDirError, match=r"step_30 cannot be written: .*No space left") as caught:
                 fetch(store, here, "auto")
         assert is_storage_failure(caught.value) and here.committed_steps() == [10]
-    assert RemoteCheckpoints(store).steps() == [10, 20, 30]
-    assert fetch(store, here, "auto") == 30
+    assert RemoteCheckpoints(store).steps() == [10, 20, 30] and fetch(store, here, "auto") == 30
 
 
 def test_a_checkpoint_here_that_cannot_be_read_is_not_replaced_by_that_of_the_store(store: str, three: RunDir) -> None:
@@ -149,8 +147,7 @@ def test_a_checkpoint_here_that_cannot_be_read_is_not_replaced_by_that_of_the_st
 def test_a_damaged_checkpoint_that_the_store_has_is_set_aside(store: str, three: RunDir) -> None:
     shard = three.checkpoint(30) / "trainer/__0.distcp"
     shard.write_bytes(b"damaged")
-    assert fetch(store, three, "auto") == 30
-    assert verify(three.checkpoint(30)).step == 30
+    assert fetch(store, three, "auto") == 30 and verify(three.checkpoint(30)).step == 30
     assert (three.discarded(1) / "checkpoints/step_30/trainer/__0.distcp").read_bytes() == b"damaged"
 
 

@@ -53,8 +53,7 @@ def test_a_checkpoint_stays_until_it_is_evaluated(tmp_path: Path) -> None:
     run_dir.give_up_evaluations()
     assert not _is_to_be_evaluated(config, run_dir, 8), "nobody waits for it"
     run_dir.given_up.unlink()
-    assert _is_to_be_evaluated(config, run_dir, 8)
-    assert not _is_to_be_evaluated(DpoConfig(), run_dir, 8)
+    assert _is_to_be_evaluated(config, run_dir, 8) and not _is_to_be_evaluated(DpoConfig(), run_dir, 8)
     assert not _is_to_be_evaluated(RewardTrainingConfig(), run_dir, 8)
 
 
@@ -159,8 +158,7 @@ def test_without_checkpoints_nothing_is_saved_and_nobody_is_asked(run_dir: RunDi
     stop.ask(signal.SIGTERM)
     with Checkpointer(run_dir.checkpoints, {"counter": {}}) as checkpointer:
         saver = Saver(checkpointer, None, mesh, max_steps=1, committed=None, stop=stop)
-        assert not saver.is_asked_to_stop()
-        assert saver.after_step(1, {}) == []
+        assert not saver.is_asked_to_stop() and saver.after_step(1, {}) == []
     assert run_dir.committed_steps() == []
 
 
@@ -172,8 +170,7 @@ def test_a_signal_saves_the_step_that_is_done(save_async: bool, start: Start, ru
     loop.stop.ask(signal.SIGUSR1)
     with pytest.raises(Stopped, match="stopped by SIGUSR1: step 2 is saved") as caught:
         loop.step(state=b"after 2")
-    assert caught.value.exit_code == 128 + signal.SIGUSR1
-    assert run_dir.committed_steps() == [2]
+    assert caught.value.exit_code == 128 + signal.SIGUSR1 and run_dir.committed_steps() == [2]
     assert (run_dir.checkpoint(2) / "state").read_text() == "after 2"
     assert manifest.verify(run_dir.checkpoint(2)).metrics == {"loss": 0.5}
 
@@ -185,8 +182,7 @@ def test_what_is_saved_is_not_saved_again(committed: int | None, start: Start, r
     loop.stop.ask(signal.SIGTERM)
     with pytest.raises(Stopped, match="step 4 is saved" if committed else "before step 1") as caught:
         loop.step()
-    assert caught.value.exit_code == 143
-    assert run_dir.committed_steps() == []
+    assert caught.value.exit_code == 143 and run_dir.committed_steps() == []
 
 
 def test_a_save_that_is_under_way_is_waited_for(start: Start, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

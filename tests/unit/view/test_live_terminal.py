@@ -136,8 +136,7 @@ def test_lines_are_all_where_nothing_can_be_drawn(run: Run, how: str) -> None:
         terminal.wait_for("loading model")
         run.steps(1, 2)
         run.say("end")
-        assert terminal.end() == 0
-        assert b"\x1b" not in terminal.raw
+        assert terminal.end() == 0 and b"\x1b" not in terminal.raw
         said = terminal.raw.decode().split("\r\n")
         assert said[:2] == ["trainer on the CPU", "it is on"] and "loading vllm (usually" in said[2]
         assert said[4].startswith("step  1/40  reward  0.025  loss  -0.0100  grad   1.000")

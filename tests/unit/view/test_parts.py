@@ -60,8 +60,7 @@ def test_lines_come_once_and_whole(run: TrackedDirectory) -> None:
     run.train(1, 2)
     with open(run.run_dir.metrics, "a") as file:
         file.write('damaged\n[3]\n{"step": 3, "loss"')
-    assert [step for step, _ in new_steps(lines)] == [1, 2]
-    assert new_steps(lines) == []
+    assert [step for step, _ in new_steps(lines)] == [1, 2] and new_steps(lines) == []
     with open(run.run_dir.metrics, "a") as file:
         file.write(': 0.25, "flag": true, "text": "x", "none": null}\n')
     assert new_steps(lines) == [(3, {"loss": 0.25, "flag": True})]

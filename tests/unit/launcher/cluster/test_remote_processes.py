@@ -109,8 +109,7 @@ def test_what_a_host_has_of_its_own_stays_its_own() -> None:
 def test_processes_are_spread_over_what_the_nodes_have() -> None:
     needs = [ResourceRequest("trainer", 2, 2), ResourceRequest("inference", 1, 1), ResourceRequest("orchestrator", 1)]
     assert assign(needs, [{"CPU": 4, "GPU": 2}, {"CPU": 4, "GPU": 1}]) == [0, 1, 1]
-    assert assign(needs, [{"CPU": 4, "GPU": 2}]) is None
-    assert assign([], []) == []
+    assert assign(needs, [{"CPU": 4, "GPU": 2}]) is None and assign([], []) == []
     uneven = [ResourceRequest("trainer", 4, 4), ResourceRequest("a", 3, 3), ResourceRequest("b", 3, 3)]
     assert assign(uneven, [{"CPU": 8, "GPU": 6}, {"CPU": 8, "GPU": 4}]) == [1, 0, 0]
     said = wanted_and_there(needs, [{"CPU": 4, "GPU": 2}, {}])

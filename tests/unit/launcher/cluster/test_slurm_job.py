@@ -147,8 +147,7 @@ _TIMES = {"0": None, "5": 300, "5:30": 330, "24:00:00": 86400, "2-1": 176400, "1
 
 @pytest.mark.parametrize(("time", "seconds"), _TIMES.items())
 def test_a_time_is_read_as_sbatch_reads_it(time: str, seconds: float | None) -> None:
-    assert SlurmConfig(time=time).time_s == seconds
-    assert SlurmConfig().time_s is None
+    assert SlurmConfig(time=time).time_s == seconds and SlurmConfig().time_s is None
 
 
 @pytest.mark.launch

@@ -158,8 +158,7 @@ def test_jsonl_uses_every_row_once_per_epoch_in_a_new_order(tmp_path: Path) -> N
     path = write_rows(tmp_path / "rows.jsonl", *({"prompt": f"q{n}", "answer": n} for n in range(7)))
     environment = load("jsonl", path=str(path))
     epochs = [[environment.make_task(seed(7 * epoch + n)).answer for n in range(7)] for epoch in range(3)]
-    assert all(sorted(epoch) == [str(n) for n in range(7)] for epoch in epochs)
-    assert epochs[0] != epochs[1]
+    assert all(sorted(epoch) == [str(n) for n in range(7)] for epoch in epochs) and epochs[0] != epochs[1]
     again = load("jsonl", path=str(path))
     assert [again.make_task(seed(n)).answer for n in range(13, 6, -1)] == epochs[1][::-1]
     in_order = load("jsonl", path=str(path), shuffle=False)
@@ -173,8 +172,7 @@ def test_jsonl_reads_messages_and_other_columns(question: Any, apart: dict[str, 
         question = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "6 x 7"}]
     path = write_rows(tmp_path / "rows.jsonl", {"question": question, "right": 42, **apart}, "")
     task = Jsonl(path, prompt="question", answer="right").make_task(seed(0))
-    assert task.prompt == (Message("system", "be brief"), Message("user", "6 x 7"))
-    assert task.answer == "42"
+    assert task.prompt == (Message("system", "be brief"), Message("user", "6 x 7")) and task.answer == "42"
 
 
 @pytest.mark.parametrize(("rows", "said"), [
@@ -279,10 +277,8 @@ def test_scorers(scorer: str, row: tuple[str, str, float]) -> None:
 
 def test_regex_compares_the_last_match() -> None:
     score = regex_scorer(r"answer: (\w+)")
-    assert score("answer: no\nanswer: yes", "yes") == 1.0
-    assert score("answer: yes\nanswer: no", "yes") == 0.0
-    assert score("yes", "yes") == 0.0
-    assert regex_scorer(r"\d+")("1 then 22", "22") == 1.0
+    assert score("answer: no\nanswer: yes", "yes") == 1.0 and score("answer: yes\nanswer: no", "yes") == 0.0
+    assert score("yes", "yes") == 0.0 and regex_scorer(r"\d+")("1 then 22", "22") == 1.0
 
 
 GENERATED = "examples.environments.generated:ReasoningGym"

@@ -494,8 +494,7 @@ def test_the_clock_of_a_call_stands_still_until_its_last_session_was_sampled(tmp
     """And an answer that has come already starts it for nobody."""
     engine = FakeEngine(on_generate=lambda count: asyncio.sleep(1.3) if count == 5 else None)
     batch = run(tmp_path, Reflects, engine=engine, problems=1, timeout_s=timeout_s)
-    assert len(engine.requests) == 5
-    assert [rollout.reward for rollout in batch.rollouts] == [2.0] * 4
+    assert len(engine.requests) == 5 and [rollout.reward for rollout in batch.rollouts] == [2.0] * 4
 
 
 @pytest.mark.launch

@@ -147,17 +147,13 @@ def test_digits_grow_with_the_tasks_alone() -> None:
 
 
 def test_digits_of_a_sum_count_from_the_last() -> None:
-    assert right_digits("125", "125") == 1.0
-    assert right_digits("115", "125") == pytest.approx(2 / 3)
-    assert right_digits("25", "125") == pytest.approx(2 / 3)
-    assert right_digits("1125", "125") == 0.75
-    assert right_digits("125 ", "125") == 0.0
-    assert right_digits("", "") == 0.0
+    assert right_digits("125", "125") == 1.0 and right_digits("115", "125") == pytest.approx(2 / 3)
+    assert right_digits("25", "125") == pytest.approx(2 / 3) and right_digits("1125", "125") == 0.75
+    assert right_digits("125 ", "125") == 0.0 and right_digits("", "") == 0.0
 
 
 def test_the_working_of_a_sum_goes_from_the_right() -> None:
-    assert working_of(58, 67) == "8+7=15 5+6+1=12 125"
-    assert working_of(2, 3) == "2+3=5 5"
+    assert working_of(58, 67) == "8+7=15 5+6+1=12 125" and working_of(2, 3) == "2+3=5 5"
     environment = load("addition", min_digits=2, max_digits=2, working=True)
     task = tasks_of(environment, count=1)[0]
     assert task.answer == working_of(*_terms(task))
@@ -199,8 +195,7 @@ def test_accounts_are_looked_up_and_wrong_calls_cost() -> None:
     right = f"They hold 7 and more: {task.answer}."
     assert scored(look_up(first), look_up(second), right) == Score(1.0, {"exact": 1.0, "wrong_calls": 0.0})
     assert scored(look_up(first), f"{task.answer}0").reward == pytest.approx(0.1)
-    assert scored("no number").reward == 0.0
-    assert scored(right).reward == 0.8
+    assert scored("no number").reward == 0.0 and scored(right).reward == 0.8
     # An account that there is not, a wrong type, what nobody asked for, and the same twice.
     wasted = [look_up("nothing"), look_up(3), look_up(other), look_up(first), look_up(first), look_up(second)]
     wasteful = scored(*wasted, right)

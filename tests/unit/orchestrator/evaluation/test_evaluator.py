@@ -91,8 +91,7 @@ def test_every_rollout_is_kept_and_counted(tmp_path: Path) -> None:
     engine = engine_with_weights()
     with serving(engine):
         config = config_of(tmp_path, engine)
-        summary = evaluated(config)
-        again = evaluated(config)
+        summary, again = evaluated(config), evaluated(config)
     assert len(engine.asked) == len(set(engine.asked)) == 6 * 4 * 2 + 6 * 4, "what is done is not asked again"
     assert again == summary
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_bytes().splitlines()]

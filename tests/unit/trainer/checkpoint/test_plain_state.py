@@ -519,8 +519,7 @@ def test_a_state_has_a_directory_of_any_name_and_is_not_written_over(tmp_path: P
     save_state(str(best), state, step=4)
     with pytest.raises(Exception, match="best exists already"):
         save_state(best, state)
-    assert [*best.parent.iterdir()] == [best]
-    assert load_state_with_optimizer(best, state) == 4
+    assert [*best.parent.iterdir()] == [best] and load_state_with_optimizer(best, state) == 4
 
 
 _PROGRAM = """

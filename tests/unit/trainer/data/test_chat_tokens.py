@@ -229,8 +229,7 @@ def test_text_has_one_bos_and_no_blank_inside(kind: str, adds_bos: bool) -> None
     start = encoded.mask.index(True)
     assert encoded.ids[:start] == ours.text_prompt(prompt), "what rl feeds for Task(prompt=text)"
     assert ours.text_prompt(f"<s>{prompt}").count(whole[0]) == 1 or not adds_bos
-    assert encode_text(prompt + completion, ours).ids == encoded.ids
-    assert all(encode_text("a", ours).mask)
+    assert encode_text(prompt + completion, ours).ids == encoded.ids and all(encode_text("a", ours).mask)
 
 
 @pytest.mark.parametrize("kind", ["metaspace-first", "metaspace-always", "sentencepiece", "byte-level"])

@@ -360,8 +360,7 @@ def test_rows_are_tokenised_on_the_cores_of_the_machine_shared_among_its_ranks(m
     monkeypatch.setattr(tokenizing, "available_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of torch: no word about these workers
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert workers_of_this_rank() == 8
-    assert workers_of_this_rank(3) == 3
+    assert workers_of_this_rank() == 8 and workers_of_this_rank(3) == 3
     for ranks, share, of_three in (("2", 4, 1), ("3", 2, 1), ("16", 1, 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert (workers_of_this_rank(), workers_of_this_rank(3)) == (share, of_three)

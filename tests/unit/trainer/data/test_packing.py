@@ -28,8 +28,7 @@ def test_a_packed_micro_batch_by_hand_whose_first_tokens_are_no_targets() -> Non
     micro = build_micro_batch(SAMPLES, [2, 0], pack=True, device=CPU)
     assert micro.input_ids_BL.tolist() == [[31, 32, 33, 11, 12, 13, 14]]
     assert micro.position_ids_BL.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
-    assert micro.predict_index_N.tolist() == [0, 4, 5]
-    assert micro.target_ids_N.tolist() == [32, 13, 14]
+    assert micro.predict_index_N.tolist() == [0, 4, 5] and micro.target_ids_N.tolist() == [32, 13, 14]
     assert micro.sample_index_N.tolist() == [2, 0, 0]
     assert micro.per_token["advantage"].tolist() == [32 / 8, 13 / 8, 14 / 8]
     assert micro.packed_index is not None and micro.packed_index.cu_seqlens.tolist() == [0, 3, 7]
@@ -152,7 +151,6 @@ def test_where_spreading_does_not_fit_rows_are_filled_and_groups_are_as_small_as
     lengths, costs = [6, 4, 7, 3], [9, 8, 7, 6]  # the dearest two apart leave no row with room for 7
     assert packing.spread_by_cost(lengths, costs, 10, 2) is None
     plan = plan_rows(lengths, costs=costs, arrangement="packed", budget=10, rows_per_micro_batch=1, world_size=2)
-    assert plan == [[[0, 1]], [[2, 3]]]
-    assert len(packing.group_by_length([8] * 16, 64)) == 2
+    assert plan == [[[0, 1]], [[2, 3]]] and len(packing.group_by_length([8] * 16, 64)) == 2
     plan = plan_rows([8] * 16, arrangement="grouped", budget=64, rows_per_micro_batch=1, world_size=4)
     assert [len(rank[0]) for rank in plan] == [4, 4, 4, 4]

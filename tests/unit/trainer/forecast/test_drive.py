@@ -109,8 +109,7 @@ def test_no_line_goes_through_peaks_of_two_moments() -> None:
             return step(count), SimpleNamespace(rows=1, row_tokens=1, updates=1)
 
     planner, config = Planned(), SftConfig.model_validate({"model": {"name": "x"}, "data": {"name": "x"}})
-    assert planner.forecast(config, Load()).step == step(20)
-    assert planner.asked == [4, 6, 8]
+    assert planner.forecast(config, Load()).step == step(20) and planner.asked == [4, 6, 8]
 
 
 def test_what_is_not_driven_is_named() -> None:
@@ -134,8 +133,7 @@ def test_bytes_alive_have_a_purpose() -> None:
         del logits
         gc.collect()
         tracker.begin("optimizer")
-    assert size == 64 * 512 * 4
-    assert tracker.peaks["parameters", 0].parts == {"parameters": size}
+    assert size == 64 * 512 * 4 and tracker.peaks["parameters", 0].parts == {"parameters": size}
     assert tracker.peaks["forward", 1].parts == {"parameters": size, "logits": 32 * 512 * 4, "activations": 32 * 64 * 4}
     assert tracker.peaks["optimizer", 0].parts == {"parameters": size, "gradients": size}
 

@@ -106,8 +106,7 @@ def test_a_random_head_is_a_function_of_the_seed_with_the_published_spread(tiny_
     first, again, other = head(0), head(0), head(1)
     assert torch.equal(torch.get_rng_state(), before), "building must not move the run's generator"
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert first.shape == (1, 512)
-    assert first.std().item() == pytest.approx(1 / math.sqrt(513), rel=0.1)
+    assert first.shape == (1, 512) and first.std().item() == pytest.approx(1 / math.sqrt(513), rel=0.1)
     assert abs(first.mean().item()) < 3 / 512
 
 

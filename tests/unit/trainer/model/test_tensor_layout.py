@@ -125,8 +125,7 @@ def test_published_names_and_shapes_are_the_originals_and_load_bit_for_bit(
     assert not findings["missing_keys"] and not findings["unexpected_keys"] and not findings["mismatched_keys"]
     assert type(loaded) is type(policy.hf_model) and loaded.dtype == torch.float32
     assert loaded.config.tie_word_embeddings is (family in TIED)
-    expected = trained_tensors(policy.hf_model)
-    found = trained_tensors(loaded)
+    expected, found = trained_tensors(policy.hf_model), trained_tensors(loaded)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, local_part(expected[name])), name
@@ -149,8 +148,7 @@ def test_an_engine_does_not_ask_for_what_transformers_leaves_out_of_the_original
     save_file(tensors_of(model) | extra, with_extra / "model.safetensors", metadata={"format": "pt"})
     directory, _ = publish(with_extra)
     architecture = read_architecture(with_extra)
-    assert architecture.ignored == extra.keys()
-    assert tensors_of(directory).keys() == names
+    assert architecture.ignored == extra.keys() and tensors_of(directory).keys() == names
     assert BaseWeights(with_extra, architecture).digest == BaseWeights(model, read_architecture(model)).digest
     assert read_weights(directory, architecture, dtype=torch.float32, version=3).tensors.keys() == names
     read_weights(with_extra, architecture, dtype=torch.float32)

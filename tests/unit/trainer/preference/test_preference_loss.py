@@ -165,8 +165,7 @@ def test_sides_end_with_the_stop_token_as_sampled_ones_do(tokenizer: PreTrainedT
     assert shortened(*text, stop, *space) == [*text, stop]
     assert shortened(*text, stop, *space, stop, *space, *space) == [*text, stop, *space, stop]
     assert shortened(*text, *closing, *space) == [*text, *closing]
-    assert shortened(*text, stop) == [*text, stop]
-    assert shortened(*text, stop, *text) == [*text, stop, *text]
+    assert shortened(*text, stop) == [*text, stop] and shortened(*text, stop, *text) == [*text, stop, *text]
     assert shortened(*text, *space) == [*text, *space]
 
 
@@ -202,6 +201,5 @@ def test_validation_has_no_dropout_and_leaves_training_on(tiny_model: ModelFacto
     pairs = ragged_pairs(4, margin=0.3)
     dropping = build_scalar_model(TrainedModelConfig(name=str(tiny_model(attention_dropout=0.5))), mesh, seed=0)
     objective = reward_objective(RewardTrainingConfig.model_validate({"data": {"seq_len": 16}}), mesh)
-    assert objective.measure(dropping, pairs) == objective.measure(dropping, pairs)
-    assert dropping.training
+    assert objective.measure(dropping, pairs) == objective.measure(dropping, pairs) and dropping.training
     assert objective.accumulate_gradients(dropping, pairs) != objective.accumulate_gradients(dropping, pairs)

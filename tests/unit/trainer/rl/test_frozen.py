@@ -22,8 +22,7 @@ from tests.runs.processes import HANG_S
 @pytest.fixture
 def leap(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that lets seconds pass in which this process does not run."""
-    ahead_s = 0.0
-    real = time.monotonic
+    ahead_s, real = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + ahead_s)
 
     def pass_s(seconds: float) -> None:

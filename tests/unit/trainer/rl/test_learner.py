@@ -206,8 +206,7 @@ def test_masked_rollouts_count_for_the_advantages_of_the_others_without_being_tr
             for number in set(data.sequence_N.tolist())
         }
         if "updates" not in settings:
-            assert metrics["ppo_kl"] == 0.0
-            assert {data.step_sequences for data in seen} == {12}
+            assert metrics["ppo_kl"] == 0.0 and {data.step_sequences for data in seen} == {12}
             assert {data.step_tokens for data in seen} == {sum(len(data.logprobs_N) for data in seen)}
     assert len(found["mask"]) == 6 < len(found["keep"]) == 12
     for place, advantages in found["mask"].items():

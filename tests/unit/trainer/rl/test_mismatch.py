@@ -130,8 +130,7 @@ def test_rl_tells_the_trainer_what_its_engines_compute_in(trainer: str, engine: 
     if engine is not None:
         values["inference"] = {"model": {"dtype": engine}}
     config = hand_down_shared(RlConfig.model_validate(values)).trainer
-    assert config.sampler_dtype == (engine or trainer)
-    assert mismatch_limit(config) == limit
+    assert config.sampler_dtype == (engine or trainer) and mismatch_limit(config) == limit
     assert mismatch_limit(config, is_truncated=True) == max(limit, 1e-3)
 
 
