@@ -1,5 +1,3 @@
-"""Settings of `trainer` that advantages need."""
-
 from typing import Any
 
 ONLINE_DPO_LOSS = {"type": "policy_gradient", "ratio_to": "old", "aggregation": "constant", "constant_tokens": 1,

@@ -1,5 +1,3 @@
-"""Finished evaluations of a run, as files."""
-
 from holdfast.orchestrator.evaluation.statistics import EnvironmentSummary, Estimate, Summary
 from holdfast.run.run_dir import RunDir
 

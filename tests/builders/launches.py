@@ -1,5 +1,3 @@
-"""A start of `rl` up to its first process."""
-
 from holdfast.config import RlConfig
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.launcher.resume.prepare import prepare

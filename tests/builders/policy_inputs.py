@@ -1,5 +1,3 @@
-"""The input of policy losses, for tests that are about some of it."""
-
 from typing import Any
 
 import torch

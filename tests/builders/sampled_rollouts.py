@@ -1,5 +1,3 @@
-"""Rollouts as the orchestrator makes them, for tests that only care for some of what they hold."""
-
 from collections.abc import Sequence
 from typing import Any
 

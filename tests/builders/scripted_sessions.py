@@ -1,5 +1,3 @@
-"""Sessions whose policy says what a test gives it."""
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 

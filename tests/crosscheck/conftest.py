@@ -1,5 +1,3 @@
-"""What the comparisons with other implementations share."""
-
 import importlib
 from pathlib import Path
 from types import ModuleType

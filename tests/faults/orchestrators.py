@@ -1,5 +1,3 @@
-"""Real orchestrators for tests of faults, in processes of their own."""
-
 from pathlib import Path
 from typing import Any
 

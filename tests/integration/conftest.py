@@ -1,5 +1,3 @@
-"""What the tests of `rl` share: an inference server of each kind, and the run that nothing disturbs."""
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self

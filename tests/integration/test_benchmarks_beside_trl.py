@@ -1,5 +1,3 @@
-"""The benchmarks that train beside TRL and plain loops, at toy size: ratios, curves and tables."""
-
 import csv
 import json
 import re

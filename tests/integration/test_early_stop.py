@@ -1,5 +1,3 @@
-"""Early stopping: a run ends when its metric does not improve, at the same step and with the same bits after kills."""
-
 import json
 import os
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""`evaluate` over real servers, and killed."""
-
 import json
 import os
 import shutil

@@ -1,5 +1,3 @@
-"""What a dry run forecasts is what real ranks need and send."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The server as a process: every death is clean or loud."""
-
 import functools
 import json
 import os

@@ -1,5 +1,3 @@
-"""Four ranks divided in several ways train as one rank does."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Two ranks read data and weights, save, and compute with every family, as one does."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Harnesses, environments of verifiers and faulty environments in real runs: through deaths, and trained on."""
-
 import json
 import math
 import os

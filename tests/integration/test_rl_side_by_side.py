@@ -1,5 +1,3 @@
-"""Two quick starts of the same moment, and an engine that is killed between two turns."""
-
 import os
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""`rl` on two ranks trains as on one."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""The names of docs/metrics.md, against which the metrics of real runs are held."""
-
 import re
 from collections.abc import Iterable
 

@@ -1,5 +1,3 @@
-"""A browser without a window, for pages that are opened, scrolled and looked at."""
-
 import fcntl
 import itertools
 import json

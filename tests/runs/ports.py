@@ -1,5 +1,3 @@
-"""Ports for what tests start."""
-
 import secrets
 import socket
 from pathlib import Path

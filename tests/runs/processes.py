@@ -1,5 +1,3 @@
-"""What tests ask of processes that may end at any moment."""
-
 import os
 import signal
 import sys

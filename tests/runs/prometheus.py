@@ -1,5 +1,3 @@
-"""Reading an endpoint as Prometheus does."""
-
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

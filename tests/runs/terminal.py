@@ -1,5 +1,3 @@
-"""A command in a terminal of its own: what is on the screen, keys, and changes of its size."""
-
 from __future__ import annotations
 
 import fcntl

@@ -1,5 +1,3 @@
-"""The command `environments`: what it lists, writes, finds wrong and plays."""
-
 import datetime
 import enum
 import json

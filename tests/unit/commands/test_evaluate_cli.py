@@ -1,5 +1,3 @@
-"""The command `evaluate` up to where it starts something, and what it shows of results."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`rl`: settings that several processes share are handed down, and disagreement is an error."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Checks before vLLM is imported, and what is exported by then."""
-
 import ast
 import os
 import re

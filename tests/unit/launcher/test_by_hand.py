@@ -1,5 +1,3 @@
-"""Parts of a run that are started by hand: they take the journal along, and each is there once."""
-
 import errno
 import fcntl
 import os

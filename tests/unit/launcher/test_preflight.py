@@ -1,5 +1,3 @@
-"""Before a start: what is refused, with --dry-run and without, what a run keeps of the one before, and what is said."""
-
 import json
 import os
 import shutil

@@ -1,5 +1,3 @@
-"""Which server and port a run gets beside other runs, servers and programs."""
-
 import json
 import os
 import socket

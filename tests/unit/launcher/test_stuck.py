@@ -1,5 +1,3 @@
-"""Work that comes no further is noticed, named and healed; whoever waits for it goes on waiting meanwhile."""
-
 import os
 import re
 import signal

@@ -1,5 +1,3 @@
-"""Starting and stopping children: real processes, no orphans."""
-
 import os
 import signal
 import subprocess

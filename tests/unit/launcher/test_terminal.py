@@ -1,5 +1,3 @@
-"""What surrounds a command decides nothing about its run: a terminal that goes, a reader that dies, proxies."""
-
 import asyncio
 import io
 import os

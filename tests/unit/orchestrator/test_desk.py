@@ -1,5 +1,3 @@
-"""Judges that answer, are slow, busy, away, wrong or hostile, in whole runs too; the log that asks nobody twice."""
-
 import asyncio
 import json
 import threading

@@ -1,5 +1,3 @@
-"""Weights that the trainer offers before their directory is there: who takes them, and who gets the directory."""
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

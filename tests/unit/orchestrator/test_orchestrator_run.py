@@ -1,5 +1,3 @@
-"""Whole runs of the orchestrator against a real HTTP server: schedule, journal, resume, failures, split sessions."""
-
 import asyncio
 import shutil
 import signal

@@ -1,5 +1,3 @@
-"""Which test runs when, what a run of a lane refuses, and which statements it has run."""
-
 import os
 import re
 import signal

@@ -1,5 +1,3 @@
-"""The site is built without a warning, has what the code has, and asks nobody for anything."""
-
 import argparse
 import os
 import re

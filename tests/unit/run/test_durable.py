@@ -1,5 +1,3 @@
-"""Writing durably, the old content or the new, whatever fails; and files whose damaged bytes are noticed."""
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The run directory: its owner, what a resume sets aside, where it goes on; checkpoints, manifests and retention."""
-
 import json
 import math
 import shutil

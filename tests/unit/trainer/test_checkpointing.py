@@ -1,5 +1,3 @@
-"""When the training programs save, and where: by steps, by minutes, at the end, and when a signal asks."""
-
 import logging
 import os
 import signal

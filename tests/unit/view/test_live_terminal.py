@@ -1,5 +1,3 @@
-"""Launchers and `monitor` in real terminals, of runs whose files the test writes."""
-
 import json
 import signal
 import sys

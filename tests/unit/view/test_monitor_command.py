@@ -1,5 +1,3 @@
-"""`monitor` without a terminal: snapshots, documents, refusals; and what is said at the end of a run."""
-
 import json
 import os
 import signal

@@ -1,5 +1,3 @@
-"""Processes as the launcher sees them: on this machine, and behind real agents, over pipes of this machine."""
-
 import os
 import signal
 import subprocess

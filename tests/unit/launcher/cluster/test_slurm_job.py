@@ -1,5 +1,3 @@
-"""`--slurm`: the script, what it is made of, and what is refused."""
-
 import shlex
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Runs with a teacher: what it is asked for, what a kill loses, and which teachers are refused."""
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Evaluations against a server, also during training: what is asked and kept, and that nothing is asked twice."""
-
 import asyncio
 import json
 import os

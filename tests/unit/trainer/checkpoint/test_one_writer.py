@@ -1,5 +1,3 @@
-"""A directory of checkpoints has one writer: a second one is refused."""
-
 import subprocess
 import sys
 from pathlib import Path

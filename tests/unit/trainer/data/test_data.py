@@ -1,5 +1,3 @@
-"""Supervised samples: formats and files, lengths, order, rows on several cores, and what is refused or told of them."""
-
 import copy
 import gzip
 import json

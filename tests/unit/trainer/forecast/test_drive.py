@@ -1,5 +1,3 @@
-"""Parts of a forecast that need no driving."""
-
 import gc
 from contextlib import nullcontext
 from pathlib import Path

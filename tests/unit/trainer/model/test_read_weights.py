@@ -1,5 +1,3 @@
-"""Weights and adapters as an engine reads them: digest, shards, dtypes, merged as by the trainer, or a refusal."""
-
 import json
 import math
 import os

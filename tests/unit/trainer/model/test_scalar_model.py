@@ -1,5 +1,3 @@
-"""The scalar model against transformers: values and gradients, packed or not, its head, what is published, in `rl`."""
-
 import json
 import math
 from pathlib import Path

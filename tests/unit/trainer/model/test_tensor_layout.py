@@ -1,5 +1,3 @@
-"""Published weights: directories that others load with equal logits, by the names of the original."""
-
 import json
 import os
 import shutil

@@ -1,5 +1,3 @@
-"""Preference pairs and labelled answers: reading, refusing, planning; and a step, however it is split."""
-
 import gc
 import json
 import math

@@ -1,5 +1,3 @@
-"""What the tests of programs share: a process group, and runs in this process that leave nothing to later tests."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

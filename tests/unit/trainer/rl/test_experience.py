@@ -1,5 +1,3 @@
-"""Rewards as they are shaped, advantages with penalties, critic or teacher."""
-
 import json
 import math
 import random
