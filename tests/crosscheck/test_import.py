@@ -121,9 +121,7 @@ def test_a_run_of_trl_continues_with_its_own_losses(sft: Foreign, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["dpo", "adapter"])
-def test_pairs_and_adapters_continue_with_their_own_losses(
-    kind: str, trained: Callable[[str], Foreign], tmp_path: Path
-) -> None:
+def test_pairs_and_adapters_go_on_with_own_losses(kind: str, trained: Callable[[str], Foreign], tmp_path: Path) -> None:
     foreign = trained(kind)
     if kind == "adapter":
         refused = foreign.bring(tmp_path / "run", {"model.lora.alpha": 4})
@@ -138,9 +136,7 @@ def test_pairs_and_adapters_continue_with_their_own_losses(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["sft", "dpo", "adapter"])
-def test_a_run_of_ours_continues_in_trl_and_comes_back(
-    kind: str, trained: Callable[[str], Foreign], tmp_path: Path
-) -> None:
+def test_a_run_of_ours_goes_to_trl_and_comes_back(kind: str, trained: Callable[[str], Foreign], tmp_path: Path) -> None:
     foreign, output = trained(kind), tmp_path / "run"
     words = [*foreign.words(output), "--ckpt.interval", str(STEP)]
     shared_commands().start(foreign.program, output, words).succeed()

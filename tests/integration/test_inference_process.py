@@ -74,9 +74,7 @@ def test_unusable_engine_arguments_are_refused(model: Path, tmp_path: Path, args
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_sockets_do_not_outlive_a_server_however_it_ends(
-    model: Path, tmp_path: Path, is_long: bool, ends: Ends
-) -> None:
+def test_sockets_end_with_their_server_however_it_ends(model: Path, tmp_path: Path, is_long: bool, ends: Ends) -> None:
     """Those of a killed one are removed by whoever comes next; a path that is too long for a socket is not used."""
     with tempfile.TemporaryDirectory(prefix="t-") as made:
         home = Path(made) / ("long" * 16 if is_long else "short")

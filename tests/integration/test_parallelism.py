@@ -66,7 +66,7 @@ def test_ranks_with_experts_of_their_own_train_as_one_does(
 
 
 @pytest.mark.parametrize("run", ["adamw", "compact"])
-def test_ranks_with_experts_of_their_own_go_on_with_equal_bits(
+def test_ranks_with_own_experts_go_on_in_equal_bits(
     run: str, experts_by_rank: list[dict[tuple[str, str], Found]]
 ) -> None:
     for rank in experts_by_rank:
@@ -116,9 +116,7 @@ def test_offloaded_ranks_have_the_bits_of_others(division: str, by_rank: list[di
         assert all(torch.equal(offloaded[name], tensor) for name, tensor in plain.items())
 
 
-def test_ranks_that_share_rows_measure_as_one_does(
-    model_dir: Path, mesh: Mesh, by_rank: list[dict[tuple[str, str], Found]]
-) -> None:
+def test_ranks_that_share_rows_agree(model_dir: Path, mesh: Mesh, by_rank: list[dict[tuple[str, str], Found]]) -> None:
     """Policy steps, shared prompts, pairs, unpacked rows, scores: what ranks of a group say counts once."""
     one = measure(model_dir, mesh)
     for rank in by_rank:

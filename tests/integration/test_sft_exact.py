@@ -75,9 +75,7 @@ def test_what_is_left_out_of_the_data_is_said_where_people_look(
 
 
 @pytest.mark.ranks
-def test_two_ranks_resume_in_the_same_bits(
-    tiny_model: ModelFactory, sft_data: Path, mesh: Mesh, tmp_path: Path
-) -> None:
+def test_two_ranks_resume_in_equal_bits(tiny_model: ModelFactory, sft_data: Path, mesh: Mesh, tmp_path: Path) -> None:
     """With dropout, from a generator of each rank; a resume from an older step sets aside what it supersedes."""
     assert mesh.world_size == 1
     settings = Programs(tmp_path, tiny_model, sft_data).settings("sft") | {"val_interval": 2, "ckpt": {"interval": 2}}

@@ -123,9 +123,7 @@ def test_a_dry_run_of_one_process(program: str, run: Command, tmp_path: Path) ->
     assert not RunDir(tmp_path).holds_run()
 
 
-def test_a_server_at_a_taken_port_is_refused_first(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_at_a_taken_port_is_refused(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.launcher.launch.os.execv", None)  # this process must not become a server
     port = free_port()
     held = reserve("127.0.0.1", port)

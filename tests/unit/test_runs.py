@@ -65,9 +65,7 @@ def _local() -> Callable[[], None]:
     return inner
 
 
-def test_what_other_processes_cannot_import_is_refused_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_other_processes_cannot_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_notebook = _local()
     in_notebook.__qualname__, in_notebook.__module__ = "mine", "__main__"
     elsewhere = _local()

@@ -72,7 +72,7 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: Command, tmp_path: 
         (("--compare", "a", "b", "--answers", "-1"), "--answers -1 is below 0"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(
+def test_a_mistake_is_told_before_a_start(
     flags: tuple[str, ...], said: str, refused: Refused, in_tmp_path: Path
 ) -> None:
     assert said in refused("evaluate", *flags) and not (in_tmp_path / "evaluation").exists()

@@ -165,9 +165,7 @@ def test_without_anything_a_command_says_how_to_begin(command: str, in_root: Pat
         ("rl", "orch", "rl --orchestrator"),
     ],
 )
-def test_a_file_of_another_command_is_told_with_that_command(
-    command: str, file: str, right: str, in_root: Path
-) -> None:
+def test_a_file_of_another_command_is_told_with_it(command: str, file: str, right: str, in_root: Path) -> None:
     path = f"configs/reverse_text/{file}.toml"
     with pytest.raises(ConfigError) as refused:
         parse_command_line(COMMANDS[command], ["@", path], command)

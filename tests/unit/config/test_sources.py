@@ -201,7 +201,7 @@ def test_null_and_switches_in_variables(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("rl", "HOLDFAST_", "sets nothing"),
     ],
 )
-def test_a_variable_that_sets_nothing_is_refused_by_name(
+def test_a_variable_that_sets_nothing_is_named(
     command: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "5")
@@ -254,9 +254,7 @@ def test_no_log_shows_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "s3cr3t" not in message and "variable HOLDFAST_ORCHESTRATOR__ENVIRONMENTS" in message
 
 
-def test_the_resolved_settings_say_what_came_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_resolved_settings_say_what_came_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOLDFAST_MAX_STEPS", "12")
     monkeypatch.setenv("HOLDFAST_TRAINER__OPTIM__LR", "0.25")
     config = hand_down_shared(

@@ -177,9 +177,7 @@ def test_a_node_that_cannot_write_is_refused(commands: Commands, tmp_path: Path)
             launch_on_nodes(config, rank=1, environment={})
 
 
-def test_a_directory_that_the_head_node_removes_is_no_error(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_the_head_removes_is_no_error(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     commands.run_dir.rollouts.mkdir(parents=True)
     touch = Path.touch
 

@@ -130,9 +130,7 @@ def test_retention_spares_the_best_every_third_the_loaded_and_the_used(make_stat
     assert manifest.verify(run_dir.checkpoint(2)).metrics == {"loss": 2.0}, "it holds no numbers without bounds"
 
 
-def test_a_damaged_step_or_one_of_another_run_does_not_count_as_one_of_the_kept(
-    make_state: MakeState, run_dir: RunDir
-) -> None:
+def test_a_damaged_step_or_one_of_another_run_is_not_one_of_the_kept(make_state: MakeState, run_dir: RunDir) -> None:
     write_checkpoint(run_dir, 9, run_id="other")
     identity = Identity(run_id="mine", run_ids={"mine"})
     options = {"save_async": False, "retention": Retention(keep=2), "identity": identity}

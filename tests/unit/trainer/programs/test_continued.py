@@ -201,9 +201,7 @@ def test_a_run_without_a_reference_cannot_take_one_up(programs: Programs, tmp_pa
 
 
 @pytest.mark.parametrize("of_base", [[7], [7, 9, 5]])
-def test_an_adapter_alone_is_told_which_tokens_end_its_turns_if_the_base_does_not_say_so(
-    of_base: list[int], tmp_path: Path
-) -> None:
+def test_an_adapter_is_told_which_tokens_end_its_turns_if_the_base_does_not(of_base: list[int], tmp_path: Path) -> None:
     """transformers and peft read generation_config.json of the base only."""
     for place, content in (
         ("base/generation_config.json", {"eos_token_id": of_base}),
