@@ -36,19 +36,10 @@ ModelFactory = Callable[..., Path]
 _cache: Path | None = None
 _SECONDS = pytest.StashKey[dict[str, float]]()
 _TINY = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "eos_token_id": 3,
-    "bos_token_id": None,
-}
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.1,
+    "pad_token_id": 0, "eos_token_id": 3, "bos_token_id": None,
+}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

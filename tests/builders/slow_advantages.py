@@ -163,18 +163,14 @@ def process_supervision(groups: Groups) -> list[list[float]]:
 
 
 REFERENCES: dict[str, Callable[[Groups], list[list[float]]]] = {
-    "dr_grpo": of_groups(centred),
-    "grpo": of_groups(standardised),
-    "grpo_process": process_supervision,
-    "rloo": of_groups(above_the_others),
-    "max_rl": of_groups(over_the_mean),
+    "dr_grpo": of_groups(centred), "grpo": of_groups(standardised), "grpo_process": process_supervision,
+    "rloo": of_groups(above_the_others), "max_rl": of_groups(over_the_mean),
     "opo": lambda groups: spread([value for group in groups for value in above_the_mean_of_tokens(group)], groups),
-    "pass_at_k": of_groups(gains_of_two),
-    "gdpo": lambda groups: spread(gdpo(groups), groups),
+    "pass_at_k": of_groups(gains_of_two), "gdpo": lambda groups: spread(gdpo(groups), groups),
     "online_dpo": lambda groups: spread([value for given in online_dpo(groups) for value in given], groups),
     "reinforce_pp_baseline": lambda groups: whitened(of_groups(centred)(groups)),
     "reinforce_pp": lambda groups: whitened(to_go(groups)),
-}
+}  # fmt: skip
 """What every token is given, by the name of the advantage."""
 
 

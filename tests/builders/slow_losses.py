@@ -31,15 +31,12 @@ from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
 from tests.builders.policy_inputs import policy_input
 
 CORRECTIONS: list[dict[str, Any]] = [
-    {"type": "none"},
-    {"type": "truncate", "high": 1.2},
-    {"type": "mask", "low": 0.8, "high": 1.2},
+    {"type": "none"}, {"type": "truncate", "high": 1.2}, {"type": "mask", "low": 0.8, "high": 1.2},
     {"type": "truncate", "level": "sequence", "high": 1.2},
     {"type": "mask", "level": "sequence", "low": 0.6, "high": 1.5},
     {"type": "truncate", "level": "geometric", "high": 1.1, "veto": 0.7},
-    {"type": "mask", "level": "geometric", "low": 0.9, "high": 1.2},
-    {"type": "mask", "veto": 0.6},
-]
+    {"type": "mask", "level": "geometric", "low": 0.9, "high": 1.2}, {"type": "mask", "veto": 0.6},
+]  # fmt: skip
 
 Token = dict[str, float]
 Sequences = list[list[Token]]

@@ -12,10 +12,8 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 _PREFERENCE = {
-    "dpo": (trl.DPOTrainer, trl.DPOConfig),
-    "cpo": (CPOTrainer, CPOConfig),
-    "orpo": (ORPOTrainer, ORPOConfig),
-}
+    "dpo": (trl.DPOTrainer, trl.DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig),
+}  # fmt: skip
 
 
 def plain_settings(output: Path, **settings: Any) -> dict[str, Any]:

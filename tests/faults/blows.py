@@ -16,13 +16,10 @@ from tests.runs.rl import CompletedRun, RlRun, complete, last_step
 STEPS = ("--max-steps", str(REFERENCE_STEPS), "--ckpt.interval", "2")
 _HEARTBEAT_S = 15
 PLAYERS = {
-    "worker": "holdfast.orchestrator.worker",
-    "mcp_server": str(ROOT / "tests" / "servers" / "light_mcp_server.py"),
-    "before_mcp_server": "holdfast.process.noted_end",
-    "mathematics": "holdfast.orchestrator.env.math_answers",
-    "sandbox": str(ROOT / "examples" / "environments" / "sandbox_inside.py"),
-    "tracker": "holdfast.view.track",
-}
+    "worker": "holdfast.orchestrator.worker", "mcp_server": str(ROOT / "tests" / "servers" / "light_mcp_server.py"),
+    "before_mcp_server": "holdfast.process.noted_end", "mathematics": "holdfast.orchestrator.env.math_answers",
+    "sandbox": str(ROOT / "examples" / "environments" / "sandbox_inside.py"), "tracker": "holdfast.view.track",
+}  # fmt: skip
 """What plays, scores or tells beside the parts of a run: a word of the command line of each, by a victim's name."""
 
 

@@ -31,15 +31,10 @@ class Trainers:
         """Return the configuration of a run that was started once and has all batches in its journal. `settings`: of
         the trainer."""
         config = {
-            "output_dir": str(self._folder / name),
-            "max_steps": STEPS,
-            "model": {"name": str(self._model)},
-            "optim": {"lr": 1e-3},
-            "parallel": {"threads": 1},
-            "ckpt": {"interval": 1, "keep": 2, "resume_step": "auto"},
-            "journal": {"keep": 0},
-            **settings,
-        }
+            "output_dir": str(self._folder / name), "max_steps": STEPS, "model": {"name": str(self._model)},
+            "optim": {"lr": 1e-3}, "parallel": {"threads": 1},
+            "ckpt": {"interval": 1, "keep": 2, "resume_step": "auto"}, "journal": {"keep": 0}, **settings,
+        }  # fmt: skip
         path = self._folder / f"{name}.toml"
         path.write_text(tomli_w.dumps(config))
         run = _start(path, until="prepared").succeed()

@@ -77,10 +77,8 @@ def _flip(content: bytes) -> bytes:
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "flipped": _flip,
-    "cut": lambda content: content[: len(content) // 2],
-    "emptied": lambda content: b"",
-}
+    "flipped": _flip, "cut": lambda content: content[: len(content) // 2], "emptied": lambda content: b"",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -194,20 +194,15 @@ VICTIMS = {
     "worker": Victim(
         _worker,
         (
-            ("orchestrator/worker.py", "_main", 0),
-            ("faulty_environment.py", "Faulty.__init__", 0),
-            ("faulty_environment.py", "Faulty.run", 5),
-            ("faulty_environment.py", "Faulty.score", 2),
-            _EXIT,
+            ("orchestrator/worker.py", "_main", 0), ("faulty_environment.py", "Faulty.__init__", 0),
+            ("faulty_environment.py", "Faulty.run", 5), ("faulty_environment.py", "Faulty.score", 2), _EXIT,
         ),
     ),
     "part of a run": Victim(
         _run,
         (
-            ("trainer/launch.py", "_launch", 0),
-            ("programs/rl.py", "<module>", 0),
-            ("orchestrator/main.py", "<module>", 0),
-            ("inference/main.py", "<module>", 0),
+            ("trainer/launch.py", "_launch", 0), ("programs/rl.py", "<module>", 0),
+            ("orchestrator/main.py", "<module>", 0), ("inference/main.py", "<module>", 0),
             ("distributed_c10d.py", "destroy_process_group", 0),
         ),
         signals=(signal.SIGKILL,),  # the other one stops a run
@@ -216,7 +211,7 @@ VICTIMS = {
     "check of an environment": Victim(
         _probe, (("environments_probe.py", "<module>", 0), ("environments_probe.py", "probe", 0), _EXIT)
     ),
-}
+}  # fmt: skip
 _CASES = [
     pytest.param(name, moment, number, id=f"{name}, {moment[0]} {moment[1]} {moment[2]}, {number.name}")
     for name, victim in VICTIMS.items()

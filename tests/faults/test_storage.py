@@ -187,14 +187,11 @@ FAILURES = {
     "index write": ("write .tmp-step_4/trainer/.metadata", 1),
     "index rename": ("rename .tmp-step_4/trainer/.metadata", 1),
     "random state": ("open .tmp-step_4/trainer/random_rank_0.json", 1),
-    "counters": ("open .tmp-step_4/trainer/progress.json", 1),
-    "directory": ("mkdir .tmp-step_4/model", 1),
-    "tree fsync": ("fsync .tmp-step_4/trainer/progress.json", 1),
-    "directory fsync": ("fsync .tmp-step_4/trainer$", 1),
+    "counters": ("open .tmp-step_4/trainer/progress.json", 1), "directory": ("mkdir .tmp-step_4/model", 1),
+    "tree fsync": ("fsync .tmp-step_4/trainer/progress.json", 1), "directory fsync": ("fsync .tmp-step_4/trainer$", 1),
     "manifest fsync": ("fsync .tmp-step_4/.tmp-manifest.json", 1),
-    "manifest rename": ("rename .tmp-step_4/.tmp-manifest.json", 1),
-    "last rename": ("rename .tmp-step_4$", 1),
-}
+    "manifest rename": ("rename .tmp-step_4/.tmp-manifest.json", 1), "last rename": ("rename .tmp-step_4$", 1),
+}  # fmt: skip
 
 
 def failing(output: Path, call: str, *, nth: int = 1, until_nth: int | None = None, rank: int | None = None) -> str:

@@ -22,11 +22,9 @@ from tests.runs.processes import end_with
 _TRAINER = "holdfast.trainer.launch"
 _ENGINE = "holdfast.inference.main"
 _FORKED = (
-    _TRAINER,
-    "holdfast.launcher.evaluation.follow",
-    "holdfast.orchestrator.main",
+    _TRAINER, "holdfast.launcher.evaluation.follow", "holdfast.orchestrator.main",
     "holdfast.orchestrator.evaluation.main",
-)
+)  # fmt: skip
 STUB_ENGINE = "tests.servers.stub_engine"
 
 Engine = Literal["stub", "vllm"]

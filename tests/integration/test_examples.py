@@ -30,12 +30,10 @@ _SMOLLM2 = "examples/smollm2"
 
 RUNS = {
     "configs/reverse_text/distillation.toml": ("rl", "--trainer.kl.reference", "{teacher}", *_ROLLOUTS[:4]),
-    f"{_SMOLLM2}/dpo.toml": ("dpo", *_DATA),
-    f"{_SMOLLM2}/lora.toml": ("sft", *_DATA),
-    f"{_SMOLLM2}/rl.toml": ("rl", *_ROLLOUTS),
-    f"{_SMOLLM2}/rl_after_sft.toml": ("rl", *_ROLLOUTS),
+    f"{_SMOLLM2}/dpo.toml": ("dpo", *_DATA), f"{_SMOLLM2}/lora.toml": ("sft", *_DATA),
+    f"{_SMOLLM2}/rl.toml": ("rl", *_ROLLOUTS), f"{_SMOLLM2}/rl_after_sft.toml": ("rl", *_ROLLOUTS),
     f"{_SMOLLM2}/sft.toml": ("sft", *_DATA),
-}
+}  # fmt: skip
 """Files of settings that are run here for two steps, from the model of the quick start: command and flags."""
 PROGRAMS = {
     "reverse_text/make_data.py": ("--kind", "preferences", "--num", "512", "--output", "preferences.jsonl"),
@@ -44,14 +42,10 @@ PROGRAMS = {
 }
 """Programs that make files which lie beside them: flags."""
 ENVIRONMENTS = [
-    "examples.environments.addition:Addition",
-    "examples.environments.guess_number:GuessNumber",
-    "examples.environments.python_code:PythonCode",
-    "examples.environments.sort_letters:SortLetters",
-    "examples.smollm2.tasks:Boxes",
-    "examples.smollm2.tasks:Sums",
-    "examples.smollm2.tasks:ToJson",
-]
+    "examples.environments.addition:Addition", "examples.environments.guess_number:GuessNumber",
+    "examples.environments.python_code:PythonCode", "examples.environments.sort_letters:SortLetters",
+    "examples.smollm2.tasks:Boxes", "examples.smollm2.tasks:Sums", "examples.smollm2.tasks:ToJson",
+]  # fmt: skip
 """Environments that a model answers here."""
 TESTED = {
     **{f"configs/reverse_text/{name}.toml": _README for name in ("dpo", "orch", "reward_model", "rl", "sft")},

@@ -22,10 +22,8 @@ STEPS, HALF = 4, 2
 NAMES = ("sft", "sft, adapters", "dpo", "dpo, kto", "reward-model", "rl", "rl, everything",
          "rl, steered beside frozen models")  # fmt: skip
 DIVISIONS: dict[str, dict[str, Any]] = {
-    "offloaded": {"cpu_offload": True},
-    "copies": {"replicas": 2},
-    "slices": {"sequence_parallel": 2},
-}
+    "offloaded": {"cpu_offload": True}, "copies": {"replicas": 2}, "slices": {"sequence_parallel": 2},
+}  # fmt: skip
 # Of a mixture, each rank with half of the experts.
 EXPERTS = {"mixtures/sft": "sft", "mixtures/rl": "rl, everything"}
 # Who is ahead where both sides are equal up to rounding.

@@ -7,29 +7,20 @@ from tests.lanes.durations import ROOT
 
 PARTS = {
     "src/holdfast/trainer/checkpoint": (
-        "tests/faults/test_damage.py",
-        "tests/faults/test_storage.py",
-        "tests/faults/test_power_cut.py",
-        "tests/faults/test_kill_during_save.py",
-        "tests/search/test_search.py",
+        "tests/faults/test_damage.py", "tests/faults/test_storage.py", "tests/faults/test_power_cut.py",
+        "tests/faults/test_kill_during_save.py", "tests/search/test_search.py",
     ),
     "src/holdfast/launcher": (
-        "tests/unit/launcher",
-        "tests/faults/test_kill_during_start.py",
-        "tests/integration/test_rl_heals.py",
+        "tests/unit/launcher", "tests/faults/test_kill_during_start.py", "tests/integration/test_rl_heals.py",
         "tests/search/test_search.py",
     ),
     "src/holdfast/launcher/resume": ("tests/faults/test_kill_during_start.py", "tests/faults/test_refusals.py"),
     "src/holdfast/run": (
-        "tests/faults/test_kill_orchestrator.py",
-        "tests/faults/test_power_cut.py",
-        "tests/faults/test_damage.py",
+        "tests/faults/test_kill_orchestrator.py", "tests/faults/test_power_cut.py", "tests/faults/test_damage.py",
     ),
     **dict.fromkeys(
         (
-            "src/holdfast/trainer/session.py",
-            "src/holdfast/trainer/saving.py",
-            "src/holdfast/trainer/stop.py",
+            "src/holdfast/trainer/session.py", "src/holdfast/trainer/saving.py", "src/holdfast/trainer/stop.py",
             "src/holdfast/trainer/programs",
         ),
         ("tests/integration/test_sft_stop.py", "tests/integration/test_rl_killed.py"),
@@ -42,7 +33,7 @@ PARTS = {
         "tests/integration/test_inference_process.py",
         "tests/integration/test_rl_side_by_side.py",
     ),
-}
+}  # fmt: skip
 """A part (a directory or a file) and its fault tests: minutes of each, as `.ci/run` runs them with every change."""
 
 

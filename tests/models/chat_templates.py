@@ -123,11 +123,8 @@ def _wordpiece() -> Backend:
 
 
 _KINDS: dict[str, Callable[[], Backend]] = {
-    "byte-level": _byte_level,
-    "llama 3": lambda: _byte_level(_LLAMA_3_WORDS),
-    "metaspace-first": lambda: _metaspace("first"),
-    "metaspace-always": lambda: _metaspace("always"),
-    "sentencepiece": lambda: _metaspace("normalizer"),
-    "wordpiece": _wordpiece,
-}
+    "byte-level": _byte_level, "llama 3": lambda: _byte_level(_LLAMA_3_WORDS),
+    "metaspace-first": lambda: _metaspace("first"), "metaspace-always": lambda: _metaspace("always"),
+    "sentencepiece": lambda: _metaspace("normalizer"), "wordpiece": _wordpiece,
+}  # fmt: skip
 KINDS = tuple(_KINDS)

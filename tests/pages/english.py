@@ -45,18 +45,13 @@ PATTERNS = {
     r"\b[Tt]hose (?:that|who|in|on|for|with)\b": "repeat the noun",
     r"\b[Ss]uch a one\b|\b[Ww]hoever\b": "name the subject",
     r"^(?:What|Who|Of|Where|So|Nor|Behind)\b[^?]*$": "the subject first",
-    r"\b(?:of|from|than|with|by) what\b": "name the noun",
-    r"\b[Bb]ut for\b": "except",
-    r"\b[Bb]ehind\b": "after",
-    r"\b(?:go|goes|went|going) on\b": "continue, resume",
-    r"\b(?:afresh|anew)\b": "from scratch, again",
-    r"(?<!left )\balone\b": "only",
-    r"\bbesides\b": "also, except",
+    r"\b(?:of|from|than|with|by) what\b": "name the noun", r"\b[Bb]ut for\b": "except", r"\b[Bb]ehind\b": "after",
+    r"\b(?:go|goes|went|going) on\b": "continue, resume", r"\b(?:afresh|anew)\b": "from scratch, again",
+    r"(?<!left )\balone\b": "only", r"\bbesides\b": "also, except",
     r"\bso (?:does|do|did|is|are|was|has)\b(?! not)(?= (?:the|a|an|its|it|they|this|that|all|each)\b)": "too",
-    r"\b(?:lies?|stands?)\b(?! (?:for|still)\b)": "is",
-    r"\bis (?:then )?said\b|\botherwise than\b": "say who acts",
+    r"\b(?:lies?|stands?)\b(?! (?:for|still)\b)": "is", r"\bis (?:then )?said\b|\botherwise than\b": "say who acts",
     r"\b(?:canary text|signs? of life)\b": "the field's word",
-}
+}  # fmt: skip
 """What STYLE forbids and a machine finds without doubt -> what to write."""
 
 _FENCE = re.compile(r"^( *)```[^\n]*\n.*?^\1```$", re.MULTILINE | re.DOTALL)

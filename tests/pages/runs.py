@@ -37,11 +37,9 @@ RL_STEPS = 10
 _FEW_ROWS = ("--data.batch-size", "8", "--parallel.threads", "1")
 _SMALLER = {
     "rl": ("--orchestrator.problems-per-step", "4", "--orchestrator.group-size", "4", "--max-steps", str(RL_STEPS)),
-    "sft": _FEW_ROWS,
-    "dpo": (*_FEW_ROWS, "--max-steps", "8"),
-    "reward-model": (*_FEW_ROWS, "--max-steps", "8"),
+    "sft": _FEW_ROWS, "dpo": (*_FEW_ROWS, "--max-steps", "8"), "reward-model": (*_FEW_ROWS, "--max-steps", "8"),
     "evaluate": ("--num-tasks", "8"),
-}
+}  # fmt: skip
 
 
 def is_run(command: Command) -> bool:

@@ -24,12 +24,9 @@ from tests.ranks.two import run_on_ranks
 LOAD = Load(rollouts=32, group_size=4, seq_len=96, max_tokens=32)
 LAYERS, FEW = 14, 2
 DIVISIONS: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "hsdp": {"parallel": {"replicas": 2}},
-    "ulysses": {"parallel": {"sequence_parallel": 2}},
-    "lora": {"model": {"lora": {"rank": 4}}},
-    "experts": {"parallel": {"expert_parallel": 2}},
-}
+    "fsdp": {}, "hsdp": {"parallel": {"replicas": 2}}, "ulysses": {"parallel": {"sequence_parallel": 2}},
+    "lora": {"model": {"lora": {"rank": 4}}}, "experts": {"parallel": {"expert_parallel": 2}},
+}  # fmt: skip
 """Ways to divide four ranks."""
 MIXED = {"init": "random", "dtype": "bfloat16"}  # float32 has no fused experts without numbers
 EVEN, CHOSEN = "all experts", "a few experts"
@@ -46,12 +43,10 @@ def sft(directory: Path, *, ranks: int = 2, **given: dict[str, Any]) -> SftConfi
     return SftConfig.model_validate(
         {
             "model": {"name": str(directory), "logits_chunk_tokens": 256} | given.get("model", {}),
-            "parallel": {"num_ranks": ranks} | given.get("parallel", {}),
-            "data": data | given.get("data", {}),
-            "optim": given.get("optim", {}),
-            "max_steps": 1,
+            "parallel": {"num_ranks": ranks} | given.get("parallel", {}), "data": data | given.get("data", {}),
+            "optim": given.get("optim", {}), "max_steps": 1,
         }
-    )
+    )  # fmt: skip
 
 
 def programs(model: Path) -> dict[str, TrainingCommand]:

@@ -31,11 +31,8 @@ def test_keywords_are_the_settings_of_the_command() -> None:
     assert (sft.model.name, sft.model.lora.rank, sft.model.lora.target_modules) == ("mine", 4, ["q_proj"])
     assert (sft.data.pack, sft.data.chat_template_kwargs, sft.max_steps) == (False, {"a": {"b": [1]}}, 7)
     assert (sft.optim.lr, tuple(sft.optim.betas), sft.ckpt is None, sft.tracking is None) == (
-        1e-5,
-        (0.9, 0.99),
-        False,
-        False,
-    )
+        1e-5, (0.9, 0.99), False, False,
+    )  # fmt: skip
     short = parsed(SftConfig, model=Path("mine"), data="rows.jsonl", max_steps=7)
     assert (short.model.name, short.data.name) == ("mine", "rows.jsonl")
     rl = parsed(
@@ -48,10 +45,8 @@ def test_keywords_are_the_settings_of_the_command() -> None:
         ckpt=None,
     )
     assert (rl.trainer.loss.type, rl.trainer.loss.clip_high, rl.trainer.rewards.weights) == (
-        "dapo",
-        0.2,
-        {"exact": 2.0},
-    )
+        "dapo", 0.2, {"exact": 2.0},
+    )  # fmt: skip
     (environment,) = rl.orchestrator.environments
     assert environment.id == "holdfast.orchestrator.env.reverse_text:ReverseText"
     assert environment.args == {"scorer": "difflib:SequenceMatcher"} and environment.on_error == "drop"

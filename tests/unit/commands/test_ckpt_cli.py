@@ -59,15 +59,12 @@ def listed(ckpt: Command, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, 
     [
         (["lss"], "unknown subcommand 'lss'. Did you mean 'ls'?"),
         (["ls", "--jsn", "x"], "unknown flag '--jsn'. Did you mean '--json'?"),
-        (["ls", "--js"], "unknown flag '--js'."),
-        (["--json", "ls"], "'--json' comes before the subcommand."),
-        (["show"], "there is no run below outputs"),
-        (["export", "1"], "required: --to"),
-        (["verify", "--how", "half"], "invalid choice: 'half'"),
-        (["ls", "nowhere"], "there is no directory nowhere"),
+        (["ls", "--js"], "unknown flag '--js'."), (["--json", "ls"], "'--json' comes before the subcommand."),
+        (["show"], "there is no run below outputs"), (["export", "1"], "required: --to"),
+        (["verify", "--how", "half"], "invalid choice: 'half'"), (["ls", "nowhere"], "there is no directory nowhere"),
         (["ls", "."], ". holds no run: it has neither run.json nor checkpoints"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_mistake_is_one_message_and_exit_code_2(argv: list[str], message: str, refused: Refused) -> None:
     assert message in refused("ckpt", *argv)

@@ -215,24 +215,10 @@ def test_a_file_tells_names_of_other_systems_as_flags_do(write: Write) -> None:
         ('[tracking]\ntags = ["a\\u0000b"]', "'tracking.tags' must not hold the character NUL"),
     ],
     ids=[
-        "int",
-        "array",
-        "table",
-        "twice",
-        "again",
-        "inline",
-        "betas",
-        "slow",
-        "host",
-        "bool",
-        "float",
-        "inf",
-        "nan",
-        "NUL",
-        "path",
-        "list",
+        "int", "array", "table", "twice", "again", "inline", "betas", "slow", "host", "bool", "float", "inf", "nan",
+        "NUL", "path", "list",
     ],
-)
+)  # fmt: skip
 def test_values_that_nothing_can_do_with_are_told_in_a_line(write: Write, content: str, said: str) -> None:
     message = refused("@", write("strange.toml", content))
     assert "strange.toml" in message and re.search(said, message) and len(message) < 1500

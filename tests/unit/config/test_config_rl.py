@@ -115,13 +115,10 @@ def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("http://far:1", "http://far:1"),
-        ("http://far:1", "http://far:1/"),
-        ("http://far", "http://FAR.:80"),
-        ("https://far/engine", "https://far:443/engine/"),
-        ("http://localhost:8000", "http://127.0.0.1:8000"),
+        ("http://far:1", "http://far:1"), ("http://far:1", "http://far:1/"), ("http://far", "http://FAR.:80"),
+        ("https://far/engine", "https://far:443/engine/"), ("http://localhost:8000", "http://127.0.0.1:8000"),
     ],
-)
+)  # fmt: skip
 def test_a_server_is_named_once(first: str, second: str) -> None:
     for setting in ("client", "teacher"):
         with pytest.raises(ConfigError, match=rf"--orchestrator\.{setting}\.urls must name each server once"):
@@ -131,12 +128,10 @@ def test_a_server_is_named_once(first: str, second: str) -> None:
 
 
 NEEDED = {
-    "gae": ("--trainer.critic",),
-    "distillation": ("--trainer.kl.reference", "teacher"),
-    "pass_at_k": ("--trainer.advantage.k", "2"),
-    "gdpo": ("--trainer.rewards.weights", '{"reward": 1}'),
+    "gae": ("--trainer.critic",), "distillation": ("--trainer.kl.reference", "teacher"),
+    "pass_at_k": ("--trainer.advantage.k", "2"), "gdpo": ("--trainer.rewards.weights", '{"reward": 1}'),
     "online_dpo": ("--trainer.kl", "--trainer.loss", json.dumps(ONLINE_DPO_LOSS)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)

@@ -32,24 +32,17 @@ TRL = {
     "warmup_ratio": ("Here optim.warmup_steps counts",) * 3,
     "num_train_epochs": ("epochs", "epochs", "Here a run has max_steps"),
     "per_device_train_batch_size": ("data.micro_batch_size", "data.micro_batch_size", "Here a batch is"),
-    "packing": ("data.pack", "data.pack", "Here rows always"),
-    "save_steps": ("ckpt.interval",) * 3,
-    "push_to_hub": ("Here nothing is uploaded",) * 3,
-    "beta": ("", "loss.beta", "trainer.kl.coef"),
-    "max_completion_length": ("", "", "orchestrator.sampling.max_tokens"),
-    "reward_funcs": ("Here tasks",) * 3,
+    "packing": ("data.pack", "data.pack", "Here rows always"), "save_steps": ("ckpt.interval",) * 3,
+    "push_to_hub": ("Here nothing is uploaded",) * 3, "beta": ("", "loss.beta", "trainer.kl.coef"),
+    "max_completion_length": ("", "", "orchestrator.sampling.max_tokens"), "reward_funcs": ("Here tasks",) * 3,
 }  # fmt: skip
 
 # Keys of prime-rl: what `rl` says.
 PRIME_RL = {
-    "orchestrator.batch_size": "Here a batch is",
-    "max_async_level": "async_level",
-    "wandb.project": "tracking.project",
-    "trainer.model.tp": "Here the trainer has no tensor",
-    "val.interval": "",
-    "trainer.optim.learning_rate": "trainer.optim.lr",
-    "bench": "",
-}
+    "orchestrator.batch_size": "Here a batch is", "max_async_level": "async_level",
+    "wandb.project": "tracking.project", "trainer.model.tp": "Here the trainer has no tensor", "val.interval": "",
+    "trainer.optim.learning_rate": "trainer.optim.lr", "bench": "",
+}  # fmt: skip
 
 
 def _expected(said: str, *, flag: bool) -> str:
@@ -157,14 +150,10 @@ def test_without_anything_a_command_says_how_to_begin(command: str, in_root: Pat
 @pytest.mark.parametrize(
     ("command", "file", "right"),
     [
-        ("sft", "rl", "rl"),
-        ("rl", "sft", "sft"),
-        ("sft", "dpo", "dpo"),
-        ("dpo", "reward_model", "reward-model"),
-        ("rl", "evaluate", "evaluate"),
-        ("rl", "orch", "rl --orchestrator"),
+        ("sft", "rl", "rl"), ("rl", "sft", "sft"), ("sft", "dpo", "dpo"), ("dpo", "reward_model", "reward-model"),
+        ("rl", "evaluate", "evaluate"), ("rl", "orch", "rl --orchestrator"),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_another_command_is_told_with_it(command: str, file: str, right: str, in_root: Path) -> None:
     path = f"configs/reverse_text/{file}.toml"
     with pytest.raises(ConfigError) as refused:

@@ -151,19 +151,14 @@ def test_bodies_have_a_bound() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"token_ids": "x"',
-        b'{"token_ids": "x", "seeds": "\xff"}',
-        b"\xff",
+        b'{"token_ids": "x"', b'{"token_ids": "x", "seeds": "\xff"}', b"\xff",
         b'{"token_ids": [1], "seeds": [1], "max_tokens": 1, "temperature": 1e999}',
         b'{"token_ids": [%s], "seeds": [1], "max_tokens": 1}' % (b"1" * 5000),
         b'{"token_ids": %s1%s}' % (b"[" * 100_000, b"]" * 100_000),
-        b'{"unknown": %s1%s}' % (b"[" * 100_000, b"]" * 100_000),
-        b'{"unknown": 1, "token_ids": ',
-        b"[1]",
-        b"",
+        b'{"unknown": %s1%s}' % (b"[" * 100_000, b"]" * 100_000), b'{"unknown": 1, "token_ids": ', b"[1]", b"",
     ],
     ids=range(10),
-)
+)  # fmt: skip
 def test_a_body_that_cannot_be_right_is_told_so(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         decode_body(body, GenerateRequest)

@@ -148,11 +148,9 @@ def test_on_a_cpu_threads_are_bound_and_nothing_is_compiled() -> None:
 def test_on_gpus_nothing_of_that_is_exported() -> None:
     names = exported("cuda", engine={"eager": True})
     assert names == {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
+    }  # fmt: skip
     assert exported("cuda", engine={"threads": 4})["OMP_NUM_THREADS"] == "4"
     assert exported("cuda", deterministic=True)["VLLM_BATCH_INVARIANT"] == "1"
 

@@ -55,12 +55,9 @@ def test_what_a_network_did_to_others_is_none(told: Exception, number: int) -> N
 
 
 @pytest.mark.parametrize("error", [
-    PermissionError(errno.EACCES, "no"),
-    ConnectionRefusedError(errno.ECONNREFUSED, "no"),
-    Exception("Permission denied (os error 13)"),
-    SaveError("step 4 exists already"),
-    errors.TrainingError("the loss is NaN"),
-    OSError("without a number"),
+    PermissionError(errno.EACCES, "no"), ConnectionRefusedError(errno.ECONNREFUSED, "no"),
+    Exception("Permission denied (os error 13)"), SaveError("step 4 exists already"),
+    errors.TrainingError("the loss is NaN"), OSError("without a number"),
 ])  # fmt: skip
 def test_other_errors_are_not(error: Exception) -> None:
     assert not is_storage_failure(error) and not is_storage_failure(caused(SaveError("not saved"), error))

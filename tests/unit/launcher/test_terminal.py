@@ -107,12 +107,10 @@ def config(**parallel: object) -> SftConfig:
 
 
 @pytest.mark.parametrize(("environment", "endpoint"), [
-    (TORCHRUN, "head:29501"),
-    (SRUN, "gpu003:29745"),
+    (TORCHRUN, "head:29501"), (SRUN, "gpu003:29745"),
     (SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, "head:29500"),
     (SRUN | {"SLURM_STEP_NODELIST": "a1,a2"}, "a1:29745"),
-    (SRUN | {"SLURM_STEP_NODELIST": "rack[1-2]-gpu"}, "rack1-gpu:29745"),
-    (PLAIN, "job-0.job:23456"),
+    (SRUN | {"SLURM_STEP_NODELIST": "rack[1-2]-gpu"}, "rack1-gpu:29745"), (PLAIN, "job-0.job:23456"),
     (PLAIN | {"MASTER_ADDR": "fd00::1"}, "[fd00::1]:23456"),
 ])  # fmt: skip
 def test_the_nodes_of_an_outer_launcher_are_those_of_the_run(environment: dict[str, str], endpoint: str) -> None:

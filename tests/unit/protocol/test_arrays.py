@@ -78,13 +78,10 @@ def test_bytes_are_whole_items_that_numpy_reads_and_what_is_not_packed_is_refuse
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [
-        ([-1.0, -2.0, -3.0], 0.0),
-        ([-1.5, -2.0, -2.0], 0.5),
-        ([-1.0, -2.0], math.inf),
-        ([], math.inf),
+        ([-1.0, -2.0, -3.0], 0.0), ([-1.5, -2.0, -2.0], 0.5), ([-1.0, -2.0], math.inf), ([], math.inf),
         ([float("nan")] * 3, math.nan),
     ],
-)
+)  # fmt: skip
 def test_a_deviation_is_a_mean_absolute_difference(theirs: list[float], expected: float) -> None:
     found = deviation(ParityPrompt([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1), theirs)
     assert found == pytest.approx(expected, nan_ok=True)

@@ -184,10 +184,8 @@ def test_weights_go_when_no_kept_step_needs_them(here: RunDir, remote: RemoteChe
 
 @pytest.mark.parametrize(("url", "message"), [
     ("nowhere://bucket/prefix", "Protocol not known"),
-    ("abfs://container/prefix", "Install it: `pip install` the driver of abfs"),
-    ("s3://", "names no place"),
-    ("", "names no place"),
-    (__file__, "is a file: name a directory"),
+    ("abfs://container/prefix", "Install it: `pip install` the driver of abfs"), ("s3://", "names no place"),
+    ("", "names no place"), (__file__, "is a file: name a directory"),
 ])  # fmt: skip
 def test_a_url_that_cannot_be_used_is_an_input_error(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

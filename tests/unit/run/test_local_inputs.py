@@ -40,13 +40,11 @@ def refusal(check: Callable[[], None]) -> str:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "it has 0 bytes"),
-        (struct.pack("<Q", 1 << 40), "or was cut: it has 8 bytes"),
-        (weights_of([1]), "its header cannot be read"),
-        (weights_of({}), "its header cannot be read"),
+        (b"", "it has 0 bytes"), (struct.pack("<Q", 1 << 40), "or was cut: it has 8 bytes"),
+        (weights_of([1]), "its header cannot be read"), (weights_of({}), "its header cannot be read"),
         (weights_of({"a": 3}), "its header cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_weights_that_are_none_are_told_by_their_header(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     message = refusal(lambda: check_weights_path(str(tmp_path)))

@@ -95,14 +95,10 @@ def test_what_is_said_of_a_step_comes_after_it_and_what_counts_now_and_then(
         say("finished", step=2)
     lines = [line.split("trainer")[-1].strip() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        "computing: 3,000 of 12,000 pairs, left 1:05",
-        "still computing 9,000 of 12,000 pairs, left 1:05 (1:00)",
-        "training: step 0",
-        "step 1/2    0.50 s  val  8.50 s",
-        "ALERT: too late (step 1)",
-        "step 2/2",
+        "computing: 3,000 of 12,000 pairs, left 1:05", "still computing 9,000 of 12,000 pairs, left 1:05 (1:00)",
+        "training: step 0", "step 1/2    0.50 s  val  8.50 s", "ALERT: too late (step 1)", "step 2/2",
         "finished: step 2",
-    ]
+    ]  # fmt: skip
 
 
 def test_a_damaged_line_is_named_and_a_resume_sets_it_aside(run_dir: RunDir) -> None:
@@ -156,13 +152,9 @@ def test_spans_of_several_processes_and_attempts_are_read_in_their_order(run_dir
     record("generate", before + 50, before + 51.5, step=4, version=3)
     found = read_timeline(run_dir)
     assert [(one.attempt, one.process, one.name, one.step) for one in found] == [
-        (1, "trainer", "save", 1),
-        (1, "trainer", "start", 0),
-        (1, "trainer", "forward_backward", 1),
-        (1, "trainer", "inner", 1),
-        (2, "orchestrator", "start", 3),
-        (2, "orchestrator", "generate", 4),
-    ]
+        (1, "trainer", "save", 1), (1, "trainer", "start", 0), (1, "trainer", "forward_backward", 1),
+        (1, "trainer", "inner", 1), (2, "orchestrator", "start", 3), (2, "orchestrator", "generate", 4),
+    ]  # fmt: skip
     assert (found[0].lane, found[0].end - found[0].begin) == ("checkpoints", pytest.approx(2, abs=1e-4))
     assert found[2].begin <= found[3].begin and found[2].end >= found[3].end
     assert found[-1].version == 3 and found[-1].end - found[-1].begin == pytest.approx(1.5, abs=1e-4)

@@ -35,12 +35,10 @@ TYPED = st.fixed_dictionaries(
 )
 SCHEMA = pa.schema(
     {
-        "content": pa.string(),
-        "number": pa.int64(),
-        "real": pa.float64(),
+        "content": pa.string(), "number": pa.int64(), "real": pa.float64(),
         "turns": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
     }
-)
+)  # fmt: skip
 
 
 def rows_of(path: Path | str, **options: Any) -> list[Any]:
@@ -77,12 +75,10 @@ def test_rows_of_json_are_what_python_reads_of_them_through_each_way_in(files: l
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         ways: dict[str, bytes] = {
-            "a.jsonl": lines_of(rows),
-            "b.jsonl": b"\xef\xbb\xbf" + lines_of(rows),
-            "c.jsonl.gz": gzip.compress(lines_of(rows)),
-            "d.jsonl.zst": zst(lines_of(rows)),
+            "a.jsonl": lines_of(rows), "b.jsonl": b"\xef\xbb\xbf" + lines_of(rows),
+            "c.jsonl.gz": gzip.compress(lines_of(rows)), "d.jsonl.zst": zst(lines_of(rows)),
             "e.json": json.dumps(rows, indent=1).encode(),
-        }
+        }  # fmt: skip
         for name, content in ways.items():
             (here / name).write_bytes(content)
         (here / "parts/deep").mkdir(parents=True)
@@ -197,12 +193,10 @@ def test_splits_are_chosen_by_the_names_of_files_if_all_tell_one(tmp_path: Path)
         ("a.csv", b"a,b\n1,2,3\n", "row 2 has 3 values, and the first line names 2 columns"),
         ("a.csv", b"a,a\n1,2\n", "must name each column once"),
         ("a.csv", b"a;b\n1;2\n", "its columns are divided by ';', expected ','"),
-        ("a.csv", b'a,b\n1,2\n3,"\n', "line 3 is not CSV"),
-        ("a.csv", b"a,b\n1,\xff\n", "line 2 is not UTF-8"),
-        ("a.csv", b"a,b\n", "holds no rows"),
-        ("d/a.jsonl", b'{"a": 1}\n[', "a.jsonl, row 2 is not JSON"),
+        ("a.csv", b'a,b\n1,2\n3,"\n', "line 3 is not CSV"), ("a.csv", b"a,b\n1,\xff\n", "line 2 is not UTF-8"),
+        ("a.csv", b"a,b\n", "holds no rows"), ("d/a.jsonl", b'{"a": 1}\n[', "a.jsonl, row 2 is not JSON"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read_is_named_with_its_place(name: str, content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)

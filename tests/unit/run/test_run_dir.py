@@ -242,21 +242,17 @@ def commit(directory: Path, step: int) -> Path:
     ("names", "kind"),
     [
         (["trainer/.metadata", "trainer/__0_0.distcp", "manifest.json"], Kind.CHECKPOINT),
-        (["trainer/.metadata"], Kind.CHECKPOINT),
-        (["manifest.json"], Kind.CHECKPOINT),
-        ([".metadata", "__0_0.distcp"], Kind.DCP),
-        ([".metadata", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
+        (["trainer/.metadata"], Kind.CHECKPOINT), (["manifest.json"], Kind.CHECKPOINT),
+        ([".metadata", "__0_0.distcp"], Kind.DCP), ([".metadata", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
         ([".metadata", "pytorch_model.bin"], Kind.DCP),
         (["trainer/.metadata", "manifest.json", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
         (["config.json", "model.safetensors", "manifest.json"], Kind.WEIGHTS),
         (["config.json", "model.safetensors"], Kind.HUGGING_FACE),
         (["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], Kind.HUGGING_FACE),
-        (["config.json", "pytorch_model.bin"], Kind.PICKLED),
-        (["config.json"], Kind.UNKNOWN),
-        (["model.safetensors"], Kind.UNKNOWN),
-        (["checkpoints/step_1/manifest.json", "run.json"], Kind.UNKNOWN),
+        (["config.json", "pytorch_model.bin"], Kind.PICKLED), (["config.json"], Kind.UNKNOWN),
+        (["model.safetensors"], Kind.UNKNOWN), (["checkpoints/step_1/manifest.json", "run.json"], Kind.UNKNOWN),
     ],
-)
+)  # fmt: skip
 def test_kinds_are_told_apart_by_names(names: list[str], kind: Kind, tmp_path: Path) -> None:
     assert kind_of(write(tmp_path / "it", *names)) is kind
     for ending, of_file in ((".safetensors", Kind.TENSORS), (".pt", Kind.PICKLED), (".txt", Kind.UNKNOWN)):

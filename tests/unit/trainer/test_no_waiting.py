@@ -162,12 +162,10 @@ def test_supervised_steps(
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "gspo": {"correction": {"type": "mask", "level": "geometric", "low": 0.5, "high": 2.0, "veto": 0.01}},
-    "gspo_token": {"correction": {"type": "truncate", "level": "sequence"}},
-    "dapo": {},
+    "grpo": {}, "gspo": {"correction": {"type": "mask", "level": "geometric", "low": 0.5, "high": 2.0, "veto": 0.01}},
+    "gspo_token": {"correction": {"type": "truncate", "level": "sequence"}}, "dapo": {},
     "cispo": {"correction": {"type": "truncate"}},
-}
+}  # fmt: skip
 ONE = Reading(Sampling(temperature=0.7, top_p=0.9, min_p=0.01, top_k=5), entropy_gradient=True)
 SEVERAL = Reading(SamplingByToken((Sampling(0.7, top_p=0.9, top_k=5), Sampling(1.2, min_p=0.1))))
 

@@ -308,9 +308,7 @@ def test_a_request_to_stop_reaches_every_node(server: TCPStore) -> None:
 
 
 @pytest.mark.parametrize(("endpoint", "place"), [
-    ("head", ("head", 29400)),
-    ("head:29500", ("head", 29500)),
-    ("10.0.0.1:1", ("10.0.0.1", 1)),
+    ("head", ("head", 29400)), ("head:29500", ("head", 29500)), ("10.0.0.1:1", ("10.0.0.1", 1)),
     ("[fd00::1]:29500", ("fd00::1", 29500)),
     *((wrong, None) for wrong in ("", ":29500", "head:", "head:x", "head:0", "head:70000", "a b:1")),
     *((wrong, None) for wrong in ("http://head", "me@head:1", "[fd00::1", "a..b:1")),

@@ -74,10 +74,8 @@ def test_a_run_that_fails_says_why_and_what_is_left(stands: Stands, objects: Obj
 
 
 @pytest.mark.parametrize(("error", "code"), [
-    (ConfigError("no"), 2),
-    (KeyboardInterrupt(), 128 + signal.SIGINT),
-    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 2),
-    (RuntimeError(), 1),
+    (ConfigError("no"), 2), (KeyboardInterrupt(), 128 + signal.SIGINT),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 2), (RuntimeError(), 1),
 ])  # fmt: skip
 def test_every_end_has_an_object(error: BaseException, code: int, objects: Objects) -> None:
     with pytest.raises(type(error)), as_json_lines():

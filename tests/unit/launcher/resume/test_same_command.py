@@ -392,10 +392,8 @@ _CRITIC = {"advantage": "gae", "critic": {}}
 
 
 @pytest.mark.parametrize(("before", "after", "says"), [
-    ({}, _CRITIC, "critic: unset -> set"),
-    (_CRITIC, {}, "critic: set -> unset"),
-    ({"ema": {}}, {}, "ema: set -> unset"),
-    ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
+    ({}, _CRITIC, "critic: unset -> set"), (_CRITIC, {}, "critic: set -> unset"),
+    ({"ema": {}}, {}, "ema: set -> unset"), ({"model": {"lora": {}}}, {"ema": {}}, "model.lora: set -> unset"),
     ({"kl": {"refresh_interval": 3}}, {"kl": {}}, "kl.refresh_interval: 3 -> unset"),
     ({}, {"optim": {"type": "muon"}}, "optim.type: 'adamw' -> 'muon'"),
     (_CRITIC | {"critic": {"optim": {"type": "muon"}}}, _CRITIC, "critic.optim.type: 'muon' -> 'adamw'"),

@@ -54,20 +54,14 @@ class Scored(Plain):
     def score(self, task: Task, sessions: Sequence[Session]) -> Any:
         rewards: dict[str, Any] = {"huge": 10**400, "text": "0.5"}
         metrics: dict[str, Any] = {
-            "number": {3: 1.0},
-            "surrogate": {"\ud800": 1.0},
-            "list": [1.0],
-            "none": {"x": None},
-            "unprintable": {"a\nb\x1b" + "x" * 1000: None},
-            "counted": {"tools/calls": 1.0},
-        }
+            "number": {3: 1.0}, "surrogate": {"\ud800": 1.0}, "list": [1.0], "none": {"x": None},
+            "unprintable": {"a\nb\x1b" + "x" * 1000: None}, "counted": {"tools/calls": 1.0},
+        }  # fmt: skip
         parts: dict[str, dict[str, Any]] = {
-            "turns": {"turn_rewards": [1.0, 2.0, 3.0]},
-            "tokens": {"token_rewards": []},
-            "both": {"turn_rewards": [1.0], "token_rewards": [1.0]},
-            "unlisted": {"turn_rewards": 1.0},
+            "turns": {"turn_rewards": [1.0, 2.0, 3.0]}, "tokens": {"token_rewards": []},
+            "both": {"turn_rewards": [1.0], "token_rewards": [1.0]}, "unlisted": {"turn_rewards": 1.0},
             "endless": {"turn_rewards": [float("inf")]},
-        }
+        }  # fmt: skip
         match self.what:
             case "nothing":
                 return None

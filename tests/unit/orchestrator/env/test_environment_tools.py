@@ -22,14 +22,9 @@ from tests.models.chat_templates import make_chat_tokenizer
 from tests.models.tool_templates import tool_templates
 
 WITH_TOOLS = {
-    "qwen2_5": "hermes",
-    "qwen3": "hermes",
-    "qwen3_instruct_2507": "hermes",
-    "qwen3_5_nothink": "qwen3_coder",
-    "llama3_1": "llama3_json",
-    "mistral_v3": "mistral",
-    "hermes": "hermes",
-}
+    "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_instruct_2507": "hermes", "qwen3_5_nothink": "qwen3_coder",
+    "llama3_1": "llama3_json", "mistral_v3": "mistral", "hermes": "hermes",
+}  # fmt: skip
 
 
 @cache

@@ -26,14 +26,10 @@ HOSTILE = ("", " ", "\x00", "é" * 50, "9" * 10_000, "-1", "1e3", "٣", "²", "{
 
 
 PLACES = {
-    "sort_letters": "environments.sort_letters:SortLetters",
-    "addition": "environments.addition:Addition",
-    "guess_number": "environments.guess_number:GuessNumber",
-    "ledger": "environments.ledger:Ledger",
-    "sums": "smollm2.tasks:Sums",
-    "boxes": "smollm2.tasks:Boxes",
-    "to_json": "smollm2.tasks:ToJson",
-}
+    "sort_letters": "environments.sort_letters:SortLetters", "addition": "environments.addition:Addition",
+    "guess_number": "environments.guess_number:GuessNumber", "ledger": "environments.ledger:Ledger",
+    "sums": "smollm2.tasks:Sums", "boxes": "smollm2.tasks:Boxes", "to_json": "smollm2.tasks:ToJson",
+}  # fmt: skip
 PYTHON_CODE = "examples.environments.python_code:PythonCode"
 
 
@@ -232,18 +228,12 @@ def test_a_number_alone_earns_all_and_in_words_half() -> None:
 def test_an_object_alone_earns_all_and_right_values_of_another_half() -> None:
     task = Task(prompt="", answer='{"name": "Mia", "age": 34, "city": "Oslo"}')
     said = {
-        '{\n "city": "Oslo", "age": 34, "name": "Mia"\n}': 1.0,
-        f"```json\n{task.answer}\n```": 0.5,
-        task.answer.replace("}", ', "country": "Norway"}'): 0.5,
-        task.answer.replace("}", ', "age": 34}'): 0.5,
-        task.answer.replace("34", '"34"'): 0.5 * 2 / 3,
-        task.answer.replace("34", "34.0"): 0.5 * 2 / 3,
-        task.answer.replace("Oslo", "Paris").replace("Mia", "Ben"): 0.5 / 3,
-        f"[{task.answer}]": 0.5,
-        "{}": 0.0,
-        '{"name": "Mia", "age": 34, "city": "Oslo"': 0.0,
-        "{" * 5000: 0.0,
-    }
+        '{\n "city": "Oslo", "age": 34, "name": "Mia"\n}': 1.0, f"```json\n{task.answer}\n```": 0.5,
+        task.answer.replace("}", ', "country": "Norway"}'): 0.5, task.answer.replace("}", ', "age": 34}'): 0.5,
+        task.answer.replace("34", '"34"'): 0.5 * 2 / 3, task.answer.replace("34", "34.0"): 0.5 * 2 / 3,
+        task.answer.replace("Oslo", "Paris").replace("Mia", "Ben"): 0.5 / 3, f"[{task.answer}]": 0.5, "{}": 0.0,
+        '{"name": "Mia", "age": 34, "city": "Oslo"': 0.0, "{" * 5000: 0.0,
+    }  # fmt: skip
     found = scores(load("to_json"), task, *said)
     assert [score.reward for score in found] == pytest.approx(list(said.values()))
     assert [score.metrics["exact"] for score in found] == [1.0] + [0.0] * (len(said) - 1)

@@ -383,11 +383,7 @@ def test_the_answers_of_its_tasks_are_right(environment: PythonCode) -> None:
 
 
 @pytest.mark.parametrize("answer", [
-    "",
-    "no code at all",
-    "import os; os._exit(0)",
-    "def solve(n): return 1 / 0",
-    "print('[]\\n' * 8)",
+    "", "no code at all", "import os; os._exit(0)", "def solve(n): return 1 / 0", "print('[]\\n' * 8)",
     "class Equal(list):\n    __eq__ = lambda a, b: True\ndef solve(n): return object()",
     "import os\nfor fd in range(3, 64):\n    try: os.close(fd)\n    except OSError: pass\ndef solve(n): return n",
 ])  # fmt: skip

@@ -137,16 +137,13 @@ class OfGroups(torch.optim.SGD):
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "own state_dict": tuned(OwnState, lr=0.1),
-    "tensors of groups": tuned(OfGroups, lr=0.1, momentum=0.9),
+    "own state_dict": tuned(OwnState, lr=0.1), "tensors of groups": tuned(OfGroups, lr=0.1, momentum=0.9),
     "SGD momentum": tuned(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
     "AdamW fused": tuned(torch.optim.AdamW, lr=0.01, fused=True),
-    "AdamW tensor lr": tuned(torch.optim.AdamW, lr=torch.tensor(0.01)),
-    "AdamW groups": in_two_groups,
+    "AdamW tensor lr": tuned(torch.optim.AdamW, lr=torch.tensor(0.01)), "AdamW groups": in_two_groups,
     "Adagrad": tuned(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3),
-    "Adafactor": tuned(torch.optim.Adafactor, lr=0.01),
-    "state without tensors": tuned(Counting, lr=0.1, momentum=0.9),
-}
+    "Adafactor": tuned(torch.optim.Adafactor, lr=0.01), "state without tensors": tuned(Counting, lr=0.1, momentum=0.9),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("done", [0, 3])
@@ -278,17 +275,13 @@ class Phase(enum.Enum):
 
 def test_values_keep_their_class(tmp_path: Path) -> None:
     values: dict[str, Any] = {
-        "counter": Counter("aab"),
-        "ordered": OrderedDict(b=1, a=2),
-        "default": defaultdict(list, {3: [torch.arange(3)]}),
-        "queue": deque([1, 2], maxlen=3),
+        "counter": Counter("aab"), "ordered": OrderedDict(b=1, a=2),
+        "default": defaultdict(list, {3: [torch.arange(3)]}), "queue": deque([1, 2], maxlen=3),
         "place": Place("é", torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)),
         "phase": [Phase.WARM, torch.float16, torch.Size([2, 3])],
-        "numpy": np.random.default_rng(5).bit_generator.state,
-        "torch": torch.Generator().manual_seed(3).get_state(),
-        "empty": torch.zeros(0, 3, dtype=torch.int64),
-        "large": {"a.b": torch.randn(600, 600)},
-    }
+        "numpy": np.random.default_rng(5).bit_generator.state, "torch": torch.Generator().manual_seed(3).get_state(),
+        "empty": torch.zeros(0, 3, dtype=torch.int64), "large": {"a.b": torch.randn(600, 600)},
+    }  # fmt: skip
     save_state(tmp_path / "saved", {"values": values})
     found: dict[str, Any] = {}
     load_state_with_optimizer(tmp_path / "saved", {"values": found})

@@ -324,10 +324,8 @@ def test_a_tokenizer_without_a_template_or_a_fast_backend() -> None:
     ("LlamaTokenizerFast", "byte-level", r"a text reads 'Thedog's12345apples' instead of 'The dog's 12345 apples'"),
     ("GemmaTokenizer", "sentencepiece", "it makes other tokens of 'The dog's 12345 apples'"),
     ("Qwen2Tokenizer", "byte-level", "it makes other tokens of"),
-    ("GPT2Tokenizer", "llama 3", "it makes other tokens of 'def f"),
-    ("LlamaTokenizer", "sentencepiece", None),
-    ("LlamaTokenizer", "metaspace-first", ""),
-    ("BertTokenizer", "byte-level", "a text reads"),
+    ("GPT2Tokenizer", "llama 3", "it makes other tokens of 'def f"), ("LlamaTokenizer", "sentencepiece", None),
+    ("LlamaTokenizer", "metaspace-first", ""), ("BertTokenizer", "byte-level", "a text reads"),
 ])  # fmt: skip
 def test_tokenizers_that_transformers_builds_otherwise_are_refused(
     as_class: str, kind: str, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture

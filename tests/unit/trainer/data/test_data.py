@@ -69,12 +69,9 @@ def refused(path: Path, tokenizer: Tokenizer, **config: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("gone.parquet", None, r"/gone\.parquet"),
-    ("gone", None, "/gone"),
-    ("a.txt", b"text", r"use a \.jsonl, \.json, "),
+    ("gone.parquet", None, r"/gone\.parquet"), ("gone", None, "/gone"), ("a.txt", b"text", r"use a \.jsonl, \.json, "),
     ("broken.jsonl", b'{"prompt": "a", "completion": ', r"broken\.jsonl"),
-    ("broken.parquet", b"PAR1 but not really", r"broken\.parquet"),
-    ("empty.jsonl", b"", r"empty\.jsonl"),
+    ("broken.parquet", b"PAR1 but not really", r"broken\.parquet"), ("empty.jsonl", b"", r"empty\.jsonl"),
     ("a.json", b'[{"text": "a"}, 3]', "row 2 is int, expected an object with columns"),
     ("a.json", b'[{"text": "a"}, ', "is not a JSON array: "),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "row 3 is not JSON"),
@@ -272,8 +269,7 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(("row", "said"), [
-    ({"messages": [USER]}, "no assistant message"),
-    ({"messages": [{"role": "user"}]}, "`role` and `content`"),
+    ({"messages": [USER]}, "no assistant message"), ({"messages": [{"role": "user"}]}, "`role` and `content`"),
     ({"messages": ["hello"]}, "`role` and `content`"),
     ({"prompt": "a", "completion": [HELLO]}, "both text or both lists"),
     ({"prompt": [USER], "completion": "ba"}, "both text or both lists"),
@@ -281,8 +277,7 @@ def test_files_that_hold_the_same_rows(tokenizer: Tokenizer, tmp_path: Path, cap
     ({"conversations": [{"said": "x"}]}, "message 1: a turn needs `from` and `value`"),
     ({"instruction": ["x"], "output": "y"}, "`instruction` must be text"),
     ({"conversations": [{"from": ["human"], "value": "x"}]}, "`from` is ['human']; known are"),
-    ({"text": 3}, "`text` must be text"),
-    ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
+    ({"text": 3}, "`text` must be text"), ({"text": "ab\ud800"}, "half of a surrogate pair, behind 'ab'"),
     ({"prompt": [USER], "completion": [USER, HELLO]}, "would come twice"),
     ({"conversations": {"from": "human"}}, "`conversations` must be a list, got {'from'"),
     ({"conversations": [{"from": "function_call", "value": "{"}]}, "message 1: the value of a function_call: this is"),

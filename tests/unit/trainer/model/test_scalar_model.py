@@ -212,9 +212,7 @@ def test_another_tokenizer_and_a_language_model_are_refused(directory: Path, tin
 
 
 @pytest.mark.parametrize(("pads", "published", "told"), [
-    ((7, 1), 7, ""),
-    ((None, 1), 1, ""),
-    ((None, None), None, "neither model nor tokenizer has a pad token"),
+    ((7, 1), 7, ""), ((None, 1), 1, ""), ((None, None), None, "neither model nor tokenizer has a pad token"),
     ((None, 9), 9, "answers end in token 9, which is also the padding"),
 ])  # fmt: skip
 def test_the_padding_of_a_reward_model_is_told_where_it_would_mislead_transformers(

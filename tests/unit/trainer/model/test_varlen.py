@@ -52,18 +52,10 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
 
 
 @pytest.mark.parametrize(("given_", "is_taken"), [
-    ({}, True),
-    ({"dtype": torch.float16}, True),
-    ({"head_dims": (192, 128)}, True),
-    ({"head_dims": (10, 10)}, True),
-    ({"is_usable": False}, False),
-    ({"dtype": torch.float32}, False),
-    ({"value_dtype": torch.float16}, False),
-    ({"head_dims": (512, 512)}, False),
-    ({"head_dims": (64, 320)}, False),
-    ({"dropout": 0.1}, False),
-    ({"softcap": 50.0}, False),
-    ({"has_sinks": True}, False),
+    ({}, True), ({"dtype": torch.float16}, True), ({"head_dims": (192, 128)}, True), ({"head_dims": (10, 10)}, True),
+    ({"is_usable": False}, False), ({"dtype": torch.float32}, False), ({"value_dtype": torch.float16}, False),
+    ({"head_dims": (512, 512)}, False), ({"head_dims": (64, 320)}, False), ({"dropout": 0.1}, False),
+    ({"softcap": 50.0}, False), ({"has_sinks": True}, False),
 ])  # fmt: skip
 def test_the_kernel_is_taken_for_what_it_can_do(
     given_: dict[str, Any], is_taken: bool, monkeypatch: pytest.MonkeyPatch, said: list[str]

@@ -29,23 +29,15 @@ DIFFERS: list[tuple[str, str]] = [
     ("rl, steered beside frozen models", "entropy"),
 ]
 REFUSED: list[tuple[str, str]] = [
-    ("sft, adapters", "base"),
-    ("rl, steered beside frozen models", "reference"),
-    ("rl, steered beside frozen models", "reward_model"),
-    ("rl", "orchestrator.json"),
-    ("rl", "samples"),
-]
+    ("sft, adapters", "base"), ("rl, steered beside frozen models", "reference"),
+    ("rl, steered beside frozen models", "reward_model"), ("rl", "orchestrator.json"), ("rl", "samples"),
+]  # fmt: skip
 # The classes of the state, and the parts that they are in checkpoints.
 KINDS = {
-    "ModelState": {"model", "optim", "critic"},
-    "Adapters": {"base"},
-    "Ema": {"ema"},
-    "EntropyCoefficient": {"entropy"},
-    "SyncedReference": {"reference"},
-    "FrozenModel": {"reference", "reward_model"},
-    "KlCoefficient": {"kl"},
-    "RunningMoments": {"reward_moments"},
-}
+    "ModelState": {"model", "optim", "critic"}, "Adapters": {"base"}, "Ema": {"ema"},
+    "EntropyCoefficient": {"entropy"}, "SyncedReference": {"reference"}, "FrozenModel": {"reference", "reward_model"},
+    "KlCoefficient": {"kl"}, "RunningMoments": {"reward_moments"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

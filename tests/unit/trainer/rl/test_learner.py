@@ -464,13 +464,9 @@ def test_until_the_critic_is_warm_nothing_is_steered_by_the_policy(start: Start)
 
 
 @pytest.mark.parametrize(("settings", "num_passes"), [
-    ({}, 1),
-    ({"kl": {"place": "reward"}}, 1),
-    ({"kl": {"place": "reward", "coef": 0.1}}, 2),
-    ({"kl": {"target": 1.0, "coef": 0.1}}, 2),
-    ({"distillation": {}}, 2),
-    ({"distillation": {"divergence": "full"}}, 1),
-    ({"advantage": "gae", "critic": {}}, 1),
+    ({}, 1), ({"kl": {"place": "reward"}}, 1), ({"kl": {"place": "reward", "coef": 0.1}}, 2),
+    ({"kl": {"target": 1.0, "coef": 0.1}}, 2), ({"distillation": {}}, 2),
+    ({"distillation": {"divergence": "full"}}, 1), ({"advantage": "gae", "critic": {}}, 1),
     ({"updates": {"minibatches": 2}}, 4),
 ])  # fmt: skip
 def test_the_policy_reads_a_batch_as_often_as_its_settings_need(

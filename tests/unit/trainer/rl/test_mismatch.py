@@ -98,13 +98,8 @@ def test_a_models_own_rollouts_train(learn: Learn, settings: dict[str, Any], cap
 
 
 @pytest.mark.parametrize("accepted", [
-    {"age": 1},
-    {"is_foreign": True},
-    {"is_foreign": True} | DROPOUT,
-    {"age": None, "loss": {"type": "sft"}},
-    {"mismatch_limit": 0.1},
-    {"mismatch_limit": math.inf},
-    {"sampler_dtype": "bfloat16"},
+    {"age": 1}, {"is_foreign": True}, {"is_foreign": True} | DROPOUT, {"age": None, "loss": {"type": "sft"}},
+    {"mismatch_limit": 0.1}, {"mismatch_limit": math.inf}, {"sampler_dtype": "bfloat16"},
 ], ids=str)  # fmt: skip
 def test_older_rollouts_a_teachers_and_allowed_ones_raise_no_alarm(learn: Learn, accepted: dict[str, Any]) -> None:
     learn(off_by=-0.2, **accepted)
@@ -136,9 +131,7 @@ MODEL = ROOT / "examples" / "reverse_text" / "model"
 
 
 @pytest.mark.parametrize(("changes", "allowed"), [
-    ({}, math.sqrt(2e-6)),
-    ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)),
-    ({"mismatch_limit": 0.5}, 1.0),
+    ({}, math.sqrt(2e-6)), ({"model": {"dtype": "bfloat16"}}, math.sqrt(0.1)), ({"mismatch_limit": 0.5}, 1.0),
     ({"mismatch_limit": math.inf}, None),
 ])  # fmt: skip
 def test_allowed_follows_dtypes_and_the_setting(changes: dict[str, Any], allowed: float | None, mesh: Mesh) -> None:
