@@ -9,24 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.config.policy_losses import (
-    POLICY_LOSSES,
-    BuiltInLoss,
-    CispoLoss,
-    ClippedLoss,
-    Correction,
-    DppoLoss,
-    GspoLoss,
-    GspoTokenLoss,
-    Mask,
-    NoCorrection,
-    PolicyGradientLoss,
-    PolicyLossConfig,
-    PpoLoss,
-    RatioLoss,
-    SftLoss,
-    Truncation,
-)
+from holdfast.config import policy_losses
+from holdfast.config.policy_losses import BuiltInLoss, Mask, NoCorrection, Truncation
 from holdfast.trainer.rl.losses import PolicyLossInput, build_policy_loss
 from tests.builders.policy_inputs import policy_input
 
@@ -57,7 +41,7 @@ def correction_weight(sequence: list[Token], token: Token, config: Truncation | 
     return math.exp(bounded(log_weight))
 
 
-def factor(sequence: list[Token], token: Token, config: Correction) -> float:
+def factor(sequence: list[Token], token: Token, config: policy_losses.Correction) -> float:
     if isinstance(config, NoCorrection):
         return 1.0
     logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
@@ -70,7 +54,7 @@ def factor(sequence: list[Token], token: Token, config: Correction) -> float:
     return weight if config.low <= weight <= config.high else 0.0
 
 
-def clipped_surrogate(ratio: float, advantage: float, config: PpoLoss) -> float:
+def clipped_surrogate(ratio: float, advantage: float, config: policy_losses.PpoLoss) -> float:
     value = min(ratio * advantage, clip(ratio, *config.clip_range) * advantage)
     return max(value, config.dual_clip * advantage) if advantage < 0 and config.dual_clip < math.inf else value
 
@@ -82,30 +66,30 @@ def slow_objective(sequence: list[Token], held: list[Token], place: int, config:
     frozen_ratio = math.exp(bounded(held[place]["new"] - token[base]))
     ratio = math.exp(bounded(token["new"] - token[base]))
     match config:
-        case SftLoss():
+        case policy_losses.SftLoss():
             return token["new"]
-        case DppoLoss():
+        case policy_losses.DppoLoss():
             moved = math.exp(held[place]["new"]) - math.exp(token[base])
             if (advantage > 0 and moved > config.clip_high) or (advantage < 0 and moved < -config.clip_low):
                 return 0.0
             return min(frozen_ratio, config.ratio_max) * advantage * token["new"]
-        case PolicyGradientLoss():
+        case policy_losses.PolicyGradientLoss():
             return min(frozen_ratio, config.ratio_max) * advantage * token["new"]
-        case CispoLoss():
+        case policy_losses.CispoLoss():
             return clip(frozen_ratio, *config.clip_range) * advantage * token["new"]
-        case GspoLoss() if config.type == "gspo":
+        case policy_losses.GspoLoss() if config.type == "gspo":
             ratio = math.exp(sum(bounded(t["new"] - t[base]) for t in sequence) / len(sequence))
-        case GspoTokenLoss():
+        case policy_losses.GspoTokenLoss():
             mean = sum(bounded(t["new"] - t[base]) for t in held) / len(held)
             ratio = math.exp(mean) * math.exp(token["new"] - held[place]["new"])
         case _:
             assert config.type in ("grpo", "dr_grpo", "dapo", "ppo")
-    assert isinstance(config, PpoLoss)
+    assert isinstance(config, policy_losses.PpoLoss)
     return clipped_surrogate(ratio, advantage, config)
 
 
 def _base(config: BuiltInLoss) -> str:
-    return (config.ratio_to if isinstance(config, RatioLoss) else None) or "sampler"
+    return (config.ratio_to if isinstance(config, policy_losses.RatioLoss) else None) or "sampler"
 
 
 def slow_loss(sequences: Sequences, config: BuiltInLoss, frozen: Sequences) -> float:
@@ -137,8 +121,8 @@ def slow_counts(sequences: Sequences, config: BuiltInLoss) -> dict[str, int]:
         )
         for token, log in zip(sequence, logs, strict=True):
             ratio, advantage = math.exp(sum(logs) / len(logs) if "gspo" in config.type else log), token["advantage"]
-            if isinstance(config, ClippedLoss):
-                is_dppo = isinstance(config, DppoLoss)
+            if isinstance(config, policy_losses.ClippedLoss):
+                is_dppo = isinstance(config, policy_losses.DppoLoss)
                 moved = math.exp(token["new"]) - math.exp(token[base]) if is_dppo else ratio - 1
                 counts["clip_fraction/low"] += moved < -config.clip_low and advantage < 0
                 counts["clip_fraction/high"] += moved > config.clip_high and advantage > 0
@@ -186,7 +170,7 @@ def as_input(sequences: Sequences) -> PolicyLossInput:
 
 def configured(name: str, **settings: Any) -> Any:
     """Return the configuration of a loss, with a constant where its denominator is one."""
-    config = PolicyLossConfig.of(type=name, **settings)
+    config = policy_losses.PolicyLossConfig.of(type=name, **settings)
     if isinstance(config, BuiltInLoss) and config.aggregation == "constant":
         config.constant_tokens = config.constant_tokens or 9
     return config
@@ -195,7 +179,7 @@ def configured(name: str, **settings: Any) -> Any:
 def random_config(name: str, draw: random.Random) -> Any:
     """Return some settings of a loss, of those that act on it."""
     known = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "ratio_max": 1.3}
-    defaults = POLICY_LOSSES[name].model_fields
+    defaults = policy_losses.POLICY_LOSSES[name].model_fields
     chosen: dict[str, Any] = {key: value for key, value in known.items() if key in defaults and draw.random() < 0.5}
     if "ratio_to" in defaults and draw.random() < 0.5:
         chosen["ratio_to"] = "old"

@@ -6,16 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.config import DpoConfig
+from holdfast.config import DpoConfig, training
 from holdfast.config.preference import PreferenceDataConfig
-from holdfast.config.training import (
-    AdamWConfig,
-    AnyOptim,
-    MuonConfig,
-    ParallelConfig,
-    SftDataConfig,
-    TrainedModelConfig,
-)
+from holdfast.config.training import AdamWConfig, ParallelConfig, SftDataConfig, TrainedModelConfig
 from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.lora import whole_tensors
@@ -53,9 +46,9 @@ EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 RESUMED = "halves of experts"
 MEASURED = "copies of slices"
-RUNS: dict[str, tuple[dict[str, Any], AnyOptim]] = {
+RUNS: dict[str, tuple[dict[str, Any], training.AnyOptim]] = {
     "adamw": ({}, AdamWConfig(lr=1e-2, eps=1e-2, max_grad_norm=float("inf"))),
-    "muon": ({}, MuonConfig(lr=1e-2, max_grad_norm=0.5)),
+    "muon": ({}, training.MuonConfig(lr=1e-2, max_grad_norm=0.5)),
     "compact": ({}, AdamWConfig(lr=1e-2, eps=1e-2, moments_dtype="bfloat16")),
     "lora": (LORA, AdamWConfig(lr=1e-2, max_grad_norm=0.5)),
     "clipped": ({}, AdamWConfig(lr=1e-2, eps=1e-2, max_grad_norm=0.5)),

@@ -25,20 +25,8 @@ from tests.builders.scripted_sessions import scripted_session
 from tests.conftest import BASE, ROOT
 from tests.forking.commands import shared_commands
 from tests.integration.test_documented_commands import STARTED
-from tests.pages import guarantees
-from tests.pages.documentation import (
-    LANGUAGES,
-    PAGES,
-    Block,
-    Command,
-    anchors,
-    behind_uv,
-    blocks,
-    commands,
-    links,
-    prose,
-    shows,
-)
+from tests.pages import documentation, guarantees
+from tests.pages.documentation import PAGES, Block, anchors, behind_uv, blocks, commands, links, prose, shows
 from tests.pages.english import Page, faults_of_code, overall, pages
 from tests.pages.runs import Checkout, can_be_started, settings_file
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
@@ -68,7 +56,7 @@ def run_forked(tmp_path: Path) -> RunCommand:
 
 
 def test_every_fence_names_its_language() -> None:
-    assert not [block.where for block in EVERYWHERE if block.language not in LANGUAGES]
+    assert not [block.where for block in EVERYWHERE if block.language not in documentation.LANGUAGES]
     fences = sum(page.read_text().count("```") for page in PAGES)
     assert fences == 2 * len(EVERYWHERE), "a fence is not closed, or closes another"
 
@@ -92,7 +80,7 @@ def test_commands_hold_in_the_order_of_their_page(page: Path, checkout: Checkout
         if page.name not in STARTED or not can_be_started(command):
             checkout.dry_run(command, run_forked)
     for number, line in enumerate(re.findall(r"`uv run ([^`]+)`", prose(page))):
-        alone = Command(f"{page.name}, inline {number}", line, behind_uv(["uv", "run", *line.split()]))
+        alone = documentation.Command(f"{page.name}, inline {number}", line, behind_uv(["uv", "run", *line.split()]))
         checkout.made.clear()
         if alone.words[0] not in ("ckpt", "rollouts", "report"):
             checkout.dry_run(alone, run_forked)

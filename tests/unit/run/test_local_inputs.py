@@ -10,15 +10,9 @@ import pytest
 
 from holdfast.config import InferenceConfig
 from holdfast.errors import ConfigError, DataError, ReadError
+from holdfast.run import inputs
 from holdfast.run.data_files import find_files
-from holdfast.run.inputs import (
-    ask_hub,
-    check_data_path,
-    check_max_len,
-    check_model_path,
-    check_tokenizer_path,
-    check_weights_path,
-)
+from holdfast.run.inputs import check_data_path, check_model_path, check_tokenizer_path, check_weights_path
 from tests.runs.processes import in_a_child
 
 
@@ -193,7 +187,7 @@ def test_a_full_cache_is_not_a_missing_model(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
     with pytest.raises(OSError, match="No space left on device"):
-        ask_hub("someone/model", key="model.name")
+        inputs.ask_hub("someone/model", key="model.name")
 
 
 SCALED = {"rope_parameters": {"type": "linear", "factor": 4.0}}
@@ -217,12 +211,12 @@ def test_more_positions_than_the_model_has_are_refused(
     config: object, args: dict[str, str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = InferenceConfig.model_validate({"model": {"name": "m", "max_len": 33}, "engine": {"args": args}})
-    check_max_len(served, "owner/model", key="model")
-    check_max_len(served, tmp_path, key="model")
+    inputs.check_max_len(served, "owner/model", key="model")
+    inputs.check_max_len(served, tmp_path, key="model")
     (tmp_path / "config.json").write_text(json.dumps(config))
     if is_refused:
         said = r"^eval\.inference\.model\.max_len = 33 is more than the 32 .* Set --eval\.inference\.model\.max-len 32"
         with pytest.raises(ConfigError, match=said):
-            check_max_len(served, tmp_path, key="eval.inference.model")
+            inputs.check_max_len(served, tmp_path, key="eval.inference.model")
         monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "True")
-    check_max_len(served, tmp_path, key="model")
+    inputs.check_max_len(served, tmp_path, key="model")

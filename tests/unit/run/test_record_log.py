@@ -15,19 +15,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError
 from holdfast.orchestrator.generation_log import GenerationLog
+from holdfast.protocol import rollouts
 from holdfast.protocol.inference import Completion
-from holdfast.protocol.rollouts import (
-    PLAIN_SAMPLING,
-    Batch,
-    Logprobs,
-    LossMask,
-    Rewards,
-    Rollout,
-    StepRewards,
-    TokenIds,
-    VersionSpan,
-    encode_batch,
-)
+from holdfast.protocol.rollouts import PLAIN_SAMPLING, Batch, Logprobs, TokenIds, VersionSpan, encode_batch
 from holdfast.run import atomic, record_log
 from holdfast.run.journal import BATCH_NAME, STATE_NAME, publish_batch, read_batch, wait_for
 from holdfast.run.manifest import describe_files, read_manifest, write_manifest
@@ -208,11 +198,11 @@ def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
 
 
 def make_batch(step: int = 3) -> Batch:
-    rollout = Rollout(
+    rollout = rollouts.Rollout(
         environment="reverse_text", task_id=2**40, sample_index=1, token_ids=TokenIds([1, 7, 9]),
-        loss_mask=LossMask([False, True, True]), logprobs=Logprobs([0.0, -0.1, -1e-7]),
+        loss_mask=rollouts.LossMask([False, True, True]), logprobs=Logprobs([0.0, -0.1, -1e-7]),
         versions=[VersionSpan(version=2, start=1, end=3)], reward=0.7, truncated=True, metrics={"exact": 0.0},
-        step_rewards=StepRewards(TokenIds([1, 2]), Rewards([0.1, -1 / 3])),
+        step_rewards=rollouts.StepRewards(TokenIds([1, 2]), rollouts.Rewards([0.1, -1 / 3])),
     )  # fmt: skip
     return Batch(step=step, policy_version=2, weights_digest="d" * 32, rollouts=[rollout], metrics={"reward/mean": 0.7})
 
