@@ -121,8 +121,7 @@ def online_dpo(groups: Groups) -> list[list[float]]:
         rewards, given = sums(group), [0.0] * len(group)
         best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
         if best != worst:
-            h = 0.1 * -0.1 * (group[best].num_tokens - group[worst].num_tokens)
-            given[best] = scale * 0.1 / (1 + math.exp(h))
+            given[best] = scale * 0.1 / (1 + math.exp(0.1 * -0.1 * (group[best].num_tokens - group[worst].num_tokens)))
             given[worst] = -given[best]
         found.append(given)
     return found

@@ -37,8 +37,7 @@ def bounded(log_ratio: float) -> float:
 def correction_weight(sequence: list[Token], token: Token, config: Truncation | Mask) -> float:
     logs = [bounded(t["old"] - t["sampler"]) for t in sequence]
     own = bounded(token["old"] - token["sampler"])
-    log_weight = {"token": own, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level]
-    return math.exp(bounded(log_weight))
+    return math.exp(bounded({"token": own, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level]))
 
 
 def factor(sequence: list[Token], token: Token, config: policy_losses.Correction) -> float:

@@ -172,8 +172,7 @@ def scored_rewards(trainer: Any, rewards_PG: list[list[float]]) -> list[float]:
     """Return the advantages that TRL gives these rewards."""
     trainer.completions, trainer.rewards = COMPLETIONS, flat(rewards_PG)
     trainer.forwards = [padded(step_of(0).old_logprobs_N)]
-    scored = trainer._generate_and_score_completions([{"prompt": "a"}] * len(trainer.rewards))
-    return scored["advantages"].tolist()
+    return trainer._generate_and_score_completions([{"prompt": "a"}] * len(trainer.rewards))["advantages"].tolist()
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,5 @@ def enter(pid: int) -> None:
 def drop_capabilities() -> None:
     """Have file permissions count for this process, also if it is root's."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+    if ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) != 0:
         raise OSError(ctypes.get_errno(), "capset")

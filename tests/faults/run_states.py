@@ -49,5 +49,4 @@ def whole_steps(checkpoints: Path) -> dict[int, Manifest]:
 
 def lost_batches(run_dir: RunDir, last: int) -> list[int]:
     """Return the steps up to `last` behind the newest checkpoint whose batches are not in the journal any more."""
-    newest = max(run_dir.committed_steps(), default=0)
-    return sorted({*range(newest + 1, last + 1)} - {*run_dir.published_batches()})
+    return sorted({*range(max(run_dir.committed_steps(), default=0) + 1, last + 1)} - {*run_dir.published_batches()})

@@ -134,8 +134,7 @@ def test_killed_at_any_call_of_a_start_the_next_goes_on_bit_for_bit(case: Case, 
     assert not case.other or contents(case.other) == untouched
     resume = max(RunDir(undisturbed).committed_steps())
     train("sft", undisturbed, case.settings | {"ckpt": {"interval": 2}}, until=LAST, resume=resume)
-    ends = [end_state(RunDir(path), last=LAST, first=resume + 1) for path in (undisturbed, finished)]
-    assert differing(*ends) == []
+    assert differing(*[end_state(RunDir(path), last=LAST, first=resume + 1) for path in (undisturbed, finished)]) == []
 
 
 def test_killed_at_any_call_of_clean_no_rest_resumes(settings: dict[str, Any], finished: Path, tmp_path: Path) -> None:

@@ -54,8 +54,7 @@ def test_a_run_killed_in_its_reference_ends_with_the_same_bits(tiny_model: Model
         return run(Program("dpo", settings, LAST), output, by=by)
 
     straight = start(tmp_path / "straight")
-    table = RunDir(tmp_path / "straight").path / REFERENCE_NAME
-    with np.load(table) as arrays:
+    with np.load(RunDir(tmp_path / "straight").path / REFERENCE_NAME) as arrays:
         assert np.isnan(arrays["logprobs"]).any(), "pairs that no step reaches are left out"
     assert start(tmp_path / "killed", dies_in=6).code == -signal.SIGKILL
     again = start(tmp_path / "killed")

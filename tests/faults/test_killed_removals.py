@@ -273,8 +273,7 @@ _POLICY: dict[str, Any] = {"kind": "weights", "digest": "d", "version": 2}
 
 def _played(case: Path) -> None:
     async def play() -> None:
-        identity = _tasks(case).identity(_POLICY)
-        with closing(ResultsFile(case, identity, samples_per_task=1)) as results:
+        with closing(ResultsFile(case, _tasks(case).identity(_POLICY), samples_per_task=1)) as results:
             for task in range(2):
                 await results.append([EvaluatedRollout(environment="reverse_text", task=task)])
 

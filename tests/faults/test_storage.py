@@ -136,8 +136,7 @@ def test_told_to_warn_it_says_every_failure_and_saves_with_room(start: Start, sm
     assert failed[0] == 4 and saved[0] == 2 and saved[-1] == LONG
     assert sorted({*failed, *saved}) == list(range(2, LONG + 1, 2)) and len(failed) + len(saved) == LONG // 2
     assert run.trainer_log.count("No space left on device") == len(failed)
-    assert steps_without_ballast(small.path) == [LONG]
-    assert len(read_metrics(output / "metrics.jsonl")) == LONG
+    assert steps_without_ballast(small.path) == [LONG] and len(read_metrics(output / "metrics.jsonl")) == LONG
 
 
 def test_told_to_warn_a_final_save_that_fails_is_still_a_failure(start: Start, small: SmallDisk, output: Path) -> None:
@@ -217,8 +216,7 @@ def test_told_to_warn_the_next_save_commits_in_the_same_run(start: Start, wanted
 
 def test_a_disk_that_dies_in_a_save_takes_nothing_committed(start: Start, wanted: dict[str, Any], output: Path) -> None:
     """Every call fails from then on, also those that would clear up: the next start does that."""
-    run = start(output, trainer_fault=failing(output, "* .tmp-step_4", nth=60, until_nth=10**9)).wait()
-    check_message(run, _EIO)
+    check_message(start(output, trainer_fault=failing(output, "* .tmp-step_4", nth=60, until_nth=10**9)).wait(), _EIO)
     assert sorted(whole_steps(output / "checkpoints")) == [2] and (output / "checkpoints/.tmp-step_4").exists()
     resumed = start(output).wait()
     assert resumed.code == 0 and "removed checkpoints/.tmp-step_4: it was never committed" in resumed.log

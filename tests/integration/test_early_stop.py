@@ -58,8 +58,7 @@ def test_a_run_ends_early_at_the_same_step_after_kills(tmp_path: Path, ends: Cal
     weights = [one.weights_of(6) / "model.safetensors" for one in (whole, killed)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     # Continued with more patience, it comes further.
-    more = started(whole.path, *never, "--stop.patience", "7", "--ckpt.resume-step", "latest", log="more")
-    more.succeed(HANG_S)
+    started(whole.path, *never, "--stop.patience", "7", "--ckpt.resume-step", "latest", log="more").succeed(HANG_S)
     assert steps_of(whole) == list(range(1, 9)) and whole.early_end() == 8
 
 

@@ -63,8 +63,7 @@ def test_seeds_fix_tokens_and_logprobs_alone_in_batches_and_across_restarts(
     for choices in (in_a_crowd, restarted):
         assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4]
         for expected, choice in zip(alone, choices, strict=True):
-            assert choice["token_ids"] == expected["token_ids"]
-            assert choice["logprobs"] == expected["logprobs"]
+            assert choice["token_ids"] == expected["token_ids"] and choice["logprobs"] == expected["logprobs"]
 
 
 def _in_a_crowd(server: Served, seeds: list[int], **fields: Any) -> list[dict[str, Any]]:
@@ -73,8 +72,7 @@ def _in_a_crowd(server: Served, seeds: list[int], **fields: Any) -> list[dict[st
     async def ask_all() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.handle.url, timeout=HANG_S) as client:
             others = [{"token_ids": [9 + i, 20, 30], "seeds": [i, 100 + i], "max_tokens": 30} for i in range(24)]
-            wanted = {"token_ids": PROMPT, "seeds": seeds, "max_tokens": 20} | fields
-            bodies = [*others[:12], wanted, *others[12:]]
+            bodies = [*others[:12], {"token_ids": PROMPT, "seeds": seeds, "max_tokens": 20} | fields, *others[12:]]
             return await asyncio.gather(*(client.post("/inference/v1/generate", json=body) for body in bodies))
 
     return asyncio.run(ask_all())[12].json()["choices"]

@@ -61,8 +61,7 @@ def test_what_a_harness_plays_is_evaluated_as_any_environment(tmp_path: Path, wo
         lines = [msgspec.json.decode(line, type=EvaluatedRollout) for line in lines_of(directory)]
         return sorted((line.task, line.sample, line.reward, line.turns[-1].text) for line in lines)
 
-    assert len(played(tmp_path / "harness")) == 48
-    assert played(tmp_path / "harness") == played(tmp_path / "session")
+    assert len(played(tmp_path / "harness")) == 48 and played(tmp_path / "harness") == played(tmp_path / "session")
 
 
 def test_steps_of_a_run_are_evaluated_and_compared(reference: CompletedRun, tmp_path: Path) -> None:

@@ -186,8 +186,7 @@ def test_a_model_that_cannot_be_read_is_the_fault_of_the_storage(model: Path, tm
 def test_the_death_of_the_engine_ends_the_server_with_its_own_code(model: Path, tmp_path: Path) -> None:
     server = _start(model, tmp_path).wait_ready()
     _engine(server).kill()
-    assert server.wait(HANG_S) == 75
-    assert "the engine died (EngineCore ended with signal SIGKILL)" in server.log()
+    assert server.wait(HANG_S) == 75 and "the engine died (EngineCore ended with signal SIGKILL)" in server.log()
 
 
 def _held_loading(mark: Path) -> str:
@@ -293,8 +292,7 @@ def test_health_fails_when_the_engine_hangs(model: Path, tmp_path: Path) -> None
     engine.suspend()
     try:
         response = httpx.get(f"{server.url}/health", timeout=HANG_S)
-        assert response.status_code == 503
-        assert "no answer to a probe within 0.5 s" in response.json()["reason"]
+        assert response.status_code == 503 and "no answer to a probe within 0.5 s" in response.json()["reason"]
     finally:
         engine.resume()
     server.wait_ready()

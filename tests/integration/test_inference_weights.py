@@ -264,8 +264,7 @@ def test_without_weights_the_server_is_healthy_and_waits(engine: Engine, tmp_pat
     write_model(tmp_path / "a", seed=0, tied=True, weights=False)
     write_model(tmp_path / "b", seed=1, tied=True)
     with Client(engine, tmp_path, tmp_path, load="dummy") as client:
-        assert client.http.get("/health").json()["weights"] is None
-        assert client.weights() == client.served(None, None)
+        assert client.http.get("/health").json()["weights"] is None and client.weights() == client.served(None, None)
         for path, body in (
             ("/inference/v1/generate", {"token_ids": PROMPT, "seeds": [1], "max_tokens": 1}),
             ("/v1/completions", {"prompt": "abc"}),

@@ -49,8 +49,7 @@ def _data(name: str, file: str, content: str | bytes, *said: str) -> Case:
         (here / file).write_bytes(content if isinstance(content, bytes) else content.encode())
 
     named = file.partition("/")[0]
-    words = ("--model.name", "{model}", "--data.name", f"{{here}}/{named}")
-    return Case(name, "sft", words, (named, *said), makes)
+    return Case(name, "sft", ("--model.name", "{model}", "--data.name", f"{{here}}/{named}"), (named, *said), makes)
 
 
 def _model(

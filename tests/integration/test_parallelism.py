@@ -121,8 +121,7 @@ def test_ranks_that_share_rows_agree(model_dir: Path, mesh: Mesh, by_rank: list[
     one = measure(model_dir, mesh)
     for rank in by_rank:
         found = rank[MEASURED, "measured"]
-        assert found.keys() == one.keys()
-        assert found.pop("statistics") == pytest.approx(one["statistics"], rel=1e-6)
+        assert found.keys() == one.keys() and found.pop("statistics") == pytest.approx(one["statistics"], rel=1e-6)
         for name, value in found.items():
             atol = 5e-6 * max(1.0, float(one[name].abs().max()))
             torch.testing.assert_close(value, one[name], rtol=0.0, atol=atol, msg=name)

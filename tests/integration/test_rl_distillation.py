@@ -65,8 +65,7 @@ def test_an_on_policy_distillation_survives_kills_bit_for_bit_and_asks_nothing_t
     assert again <= 2 * _ROLLOUTS
     rollout = read_batch(killed.run_dir, _STEPS).rollouts[0]
     first = rollout.loss_mask.index(1)
-    assert rollout.reference_logprobs is not None
-    assert rollout.reference_logprobs[:first].tolist() == [0.0] * first
+    assert rollout.reference_logprobs is not None and rollout.reference_logprobs[:first].tolist() == [0.0] * first
     assert rollout.reference_logprobs[first:].tolist() == pytest.approx(_logprobs(rollout)[first - 1 :], abs=1e-3)
     divergences = [line["ref_kld"] for line in exact_metrics(straight.run_dir, range(1, _STEPS + 1))]
     assert divergences[-1] < divergences[0]

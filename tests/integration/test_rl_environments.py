@@ -76,8 +76,7 @@ def test_the_section_of_verifiers_trains(
     written = written.replace("my-taskset", "reversing").replace("verifiers-env/bin/python", str(VERIFIERS_PYTHON))
     section = tomllib.loads(written)["orchestrator"]["environments"]
     flags = ("--orchestrator.environments", json.dumps(section), *rl_server.flags, "--max-steps", "2")
-    done = succeeded(tmp_path / "run", *flags, "--orchestrator.problems-per-step", "2")
-    lines = read_metrics(done.run_dir.metrics)
+    lines = read_metrics(succeeded(tmp_path / "run", *flags, "--orchestrator.problems-per-step", "2").run_dir.metrics)
     assert [line["verifiers:reversing/requests/answered"] for line in lines] == [1.0] * 2
 
 

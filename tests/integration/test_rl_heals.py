@@ -52,8 +52,7 @@ def test_when_restarts_are_used_up_one_report_says_why(rl_server: UsedServer, tm
     log = ended.run_dir.logs(1) / "orchestrator.log"
     assert report.startswith(f"error: orchestrator was killed by signal 9; the last lines of {log}:\n")
     assert log.read_text().splitlines()[-1] in report
-    assert re.search(r"it was started again 1 times? in 600 s", report)
-    assert ended.output.count("error: ") == 1
+    assert re.search(r"it was started again 1 times? in 600 s", report) and ended.output.count("error: ") == 1
 
 
 def test_an_error_that_was_told_is_never_started_again(rl_server: UsedServer, tmp_path: Path) -> None:

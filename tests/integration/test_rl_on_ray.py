@@ -62,8 +62,7 @@ def test_a_node_without_our_version_is_refused_by_name(head: RayNodes, tmp_path:
         ("0.0.1", "", " has holdfast 0.0.1, this machine has "),
         (None, str(ROOT / "src"), " has holdfast without an installation, this machine has "),
     ):
-        python = other_environment(tmp_path / f"of_{version}", version=version)
-        with node_of(python, head.address, cores=4, path=path):
+        with node_of(other_environment(tmp_path / f"of_{version}", version=version), head.address, cores=4, path=path):
             flags = ("--cluster", f"ray://{head.address}", "--cluster-timeout-s", "150")
             with RlRun(tmp_path / "run", *FLAGS, *flags, **AS_A_USER) as run:
                 refused = complete(run)

@@ -48,8 +48,7 @@ def test_the_quick_start_trains_and_leaves_nothing_behind(tmp_path: Path) -> Non
 
 
 def test_a_launcher_killed_at_the_start_takes_its_server_along(tmp_path: Path) -> None:
-    port = free_port()
-    with RlRun(tmp_path / "run", "--inference.server.port", str(port), starts_python=True) as run:
+    with RlRun(tmp_path / "run", "--inference.server.port", str(free_port()), starts_python=True) as run:
         run.wait_for_output("loading vllm")
         assert run.find("holdfast.inference.main")
         run.interrupt(signal.SIGKILL)

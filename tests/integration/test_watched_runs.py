@@ -106,8 +106,7 @@ def test_a_run_its_resume_and_another_way(run_tracked: Tracked) -> None:
         [run_id, name, "attempt", "1", "after", "0", "lr", "0.001", "None"],
         [run_id, name, "attempt", "2", "after", "4", "lr", "0.001", "None"],
     ]
-    scalars = TrackedDirectory.of(run_dir).steps("tensorboard")["history_1"]
-    assert [step for step, _ in scalars] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in TrackedDirectory.of(run_dir).steps("tensorboard")["history_1"]] == [1, 2, 3, 4, 5, 6]
     # An older step than the newest, with another rate: what was sent stays, and the new way is a run of its own.
     (run_dir.path / "own.txt").unlink()
     succeeded(run_tracked("--max-steps", "6", "--ckpt.resume-step", "4", "--optim.lr", "1e-2", *tracked))
@@ -186,8 +185,7 @@ def test_rl_is_shown_through_a_dead_trainer_a_dead_launcher_and_a_resume(rl_serv
         request(port)
     shown = _step_of_ended(run.run_dir)
     with RlRun(tmp_path / "run", *flags) as again:
-        resumed = page_when(port, lambda page: curve_in(page, "reward")[-1:] > [shown + 2])
-        _is_one_curve(resumed, run_id, num_starts=3)
+        _is_one_curve(page_when(port, lambda page: curve_in(page, "reward")[-1:] > [shown + 2]), run_id, num_starts=3)
         request(port)
         again.interrupt(signal.SIGINT)
         ended = complete(again)
@@ -260,8 +258,7 @@ def test_two_profiled_ranks_keep_their_bits(tmp_path: Path, tiny_model: Callable
     run = train("profiled", "--max-steps", "4", "--profile", "2:3", "--ckpt.interval", "2")
     plain, profiled = RunDir(tmp_path / "plain"), RunDir(tmp_path / "profiled")
     weights = [(one.weights_of(4) / "model.safetensors").read_bytes() for one in (plain, profiled)]
-    assert weights[0] == weights[1]
-    assert exact_metrics(plain, range(1, 5)) == exact_metrics(profiled, range(1, 5))
+    assert weights[0] == weights[1] and exact_metrics(plain, range(1, 5)) == exact_metrics(profiled, range(1, 5))
     (path,) = profiled.profiles()
     assert path == profiled.logs(1) / "profile_steps_2_to_3"
     assert run.log.count(f"profile: {path} (a trace of each rank, for https://ui.perfetto.dev)") == 1

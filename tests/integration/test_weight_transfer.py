@@ -71,8 +71,7 @@ def test_a_trainer_that_is_killed_while_it_sends_costs_nothing(
     marks = tmp_path / "marks"
     marks.mkdir()
     flags = (*SMALL_BATCH, *STEPS, *COLLECTIVE, "--inference.server.port", str(free_port()))
-    fault = at_start(_killed_while_sending(marks, 2))
-    healed = succeeded(tmp_path / "run", *flags, environment=fault, engine=engine)
+    healed = succeeded(tmp_path / "run", *flags, environment=at_start(_killed_while_sending(marks, 2)), engine=engine)
     assert len(list(marks.iterdir())) == 2
     if engine == "stub":  # the reference is of that engine
         assert_same_end(healed, reference, REFERENCE_STEPS)

@@ -18,8 +18,7 @@ class Share:
         words = ["--light"] if self.light else []
         if self.paths:
             return [*words, *self.paths]
-        others = [path for share in SHARES for path in share.paths]
-        return [*words, "tests", *(f"--ignore={path}" for path in others)]
+        return [*words, "tests", *(f"--ignore={path}" for share in SHARES for path in share.paths)]
 
     def holds(self, file: str) -> bool:
         """Whether a file of tests is in this share; a share without paths has every file that no other holds."""

@@ -32,8 +32,7 @@ class PerSample:
         assert all(own <= seen for own, seen in zip(queries, keys, strict=True))
         assert query_THD.shape[-1] == key_EKD.shape[-1] == value_EKD.shape[-1]
         assert query_THD.shape[-1] % 8 == 0 and query_THD.shape[1] % key_EKD.shape[1] == 0
-        assert longest == max(keys)
-        assert all(tensor.stride(-1) == 1 for tensor in (query_THD, key_EKD, value_EKD))
+        assert longest == max(keys) and all(tensor.stride(-1) == 1 for tensor in (query_THD, key_EKD, value_EKD))
         before, behind = window_size
         assert behind == 0
         parts = zip(query_THD.split(queries), key_EKD.split(keys), value_EKD.split(keys), strict=True)

@@ -125,8 +125,7 @@ class Checkout:
         """Start a run, kill all of it when it has printed some of its lines, and give the same words again. `printed`:
         by the same run where nobody killed it: the moment is drawn from what it said before its last step."""
         extra = (*_smaller([*command.words, *extra]), *extra)
-        lines = printed.splitlines()
-        last = max(number for number, line in enumerate(lines) if re.search(r"step \d+/\d+ ", line))
+        last = max(number for number, line in enumerate(printed.splitlines()) if re.search(r"step \d+/\d+ ", line))
         moment = random.Random(command.where).randrange(1, last)
         run = self._begin(command, extra)
         wait_until(lambda: len(run.log.splitlines()) >= moment or run.has_ended, f"line {moment} of {command.line}")

@@ -66,8 +66,7 @@ def train(mesh: Mesh, model: Path, rows: Path, directory: Path) -> dict[int, flo
 def _tokens(row: dict[str, str], tokenizer: Any) -> tuple[torch.Tensor, int]:
     """Return the tokens of a row, and where its completion begins."""
     prompt = tokenizer(row["prompt"])["input_ids"]
-    ids = [*prompt, *tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-    return torch.tensor(ids), len(prompt)
+    return torch.tensor([*prompt, *tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]), len(prompt)
 
 
 if __name__ == "__main__":

@@ -194,8 +194,7 @@ class Scenarios:
     def one_rank_is_asked_to_stop(self) -> dict[str, Any]:
         """A signal that reaches rank 1 alone stops both after one save."""
         (objects, place), stop = self._begin("asked", steps=0), StopRequest()
-        checkpointer = Checkpointer(place, objects)
-        saver = Saver(checkpointer, CkptConfig(), self.mesh, max_steps=10, committed=None, stop=stop)
+        saver = Saver(Checkpointer(place, objects), CkptConfig(), self.mesh, max_steps=10, committed=None, stop=stop)
         asked = [saver.is_asked_to_stop()]
         train(objects)
         saver.after_step(1, {})

@@ -42,8 +42,7 @@ class Stands:
             "with open('NAME_starts', 'a') as starts: starts.write('x')\n"
             "start = Path('NAME_starts').stat().st_size\n"
         )
-        settings = {"output_dir": str(self.run_dir.path), "max_steps": 1, "ckpt": ckpt}
-        config = TrainerConfig.model_validate(settings)
+        config = TrainerConfig.model_validate({"output_dir": str(self.run_dir.path), "max_steps": 1, "ckpt": ckpt})
         commands = {
             name: [sys.executable, "-c", prelude.replace("NAME", name) + code] for name, code in programs.items()
         }

@@ -96,8 +96,7 @@ def test_ls_shows_steps_and_marks_the_best(ckpt: Command, run_dir: RunDir) -> No
     size_on_disk = sum(path.stat().st_size for path in run_dir.checkpoint(2).rglob("*") if path.is_file())
     assert steps[1]["size_bytes"] == size_on_disk
     code, out, _ = ckpt("ls", run_dir.path)
-    assert code == 0
-    assert [number for number, line in enumerate(out.splitlines()) if "best" in line] == [best]
+    assert code == 0 and [number for number, line in enumerate(out.splitlines()) if "best" in line] == [best]
     assert "\x1b" not in out and all(line == line.rstrip() for line in out.splitlines())
     (run_dir.configs(1) / "sft.toml").write_text("max_steps =")
     code, damaged = listed(ckpt, run_dir)

@@ -159,8 +159,7 @@ def test_all_mistakes_are_told_at_once(write: Write) -> None:
 
 def test_what_is_no_file_of_text_is_named(tmp_path: Path) -> None:
     assert "'@ nowhere/a.toml'" in refused("@", "nowhere/a.toml") and "path" in refused("@")
-    assert "path" in refused("--trainer", "@", command=RlConfig)
-    assert str(tmp_path) in refused("@", str(tmp_path))
+    assert "path" in refused("--trainer", "@", command=RlConfig) and str(tmp_path) in refused("@", str(tmp_path))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     assert "binary.toml" in refused("@", str(tmp_path / "binary.toml"))
     # A pipe without a writer would be waited for, and `/dev/zero` has no end.

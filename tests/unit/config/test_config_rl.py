@@ -41,8 +41,7 @@ def test_what_rl_is_given_goes_to_every_process_whatever_its_section_says() -> N
     for process in (config.trainer, config.orchestrator):
         assert (process.max_steps, process.async_level) == (7, 2)
         assert process.ckpt is not None and process.ckpt.interval == 5
-    journal = RlConfig.model_validate({"journal": {"keep": "all"}, "seed": 3, "trainer": {"seed": 4}})
-    handed = hand_down_shared(journal)
+    handed = hand_down_shared(RlConfig.model_validate({"journal": {"keep": "all"}, "seed": 3, "trainer": {"seed": 4}}))
     assert (handed.trainer.journal.keep, handed.trainer.seed, handed.inference.seed) == ("all", 3, 3)
     assert hand_down_shared(RlConfig()).trainer.journal.keep == 20
 
@@ -99,8 +98,7 @@ def test_warm_ups_are_compared_with_the_last_step_wherever_that_is_set(flag: str
 def test_a_value_equal_to_the_default_still_counts_as_given() -> None:
     default = RlConfig().trainer.max_steps
     message = disagreement("--trainer.max-steps", str(default), "--orchestrator.max-steps", str(default + 1))
-    assert str(default) in message
-    assert rl("--trainer.max-steps", "7", "--orchestrator.max-steps", "7").max_steps == 7
+    assert str(default) in message and rl("--trainer.max-steps", "7", "--orchestrator.max-steps", "7").max_steps == 7
 
 
 def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() -> None:

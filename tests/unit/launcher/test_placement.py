@@ -57,8 +57,7 @@ def tensor_parallel(size: int, **inference: Any) -> dict[str, Any]:
 def test_without_gpus_all_is_on_the_cpu() -> None:
     placement = placed({}, machine(0, engine="cpu"))
     assert placement == Placement() and placement.trainer_device == "cpu" and not placement.shares
-    assert placement.environment(()) == {}
-    assert placed({"share_gpus": True}, machine(0, engine="cpu")) == Placement()
+    assert placement.environment(()) == {} and placed({"share_gpus": True}, machine(0, engine="cpu")) == Placement()
     assert "build for GPUs, and there is no NVIDIA GPU here" in refusal({}, machine(0))
     on_gpu = {"trainer": {"parallel": {"device": "cuda"}}}
     assert "parallel.device = 'cuda', and there is no NVIDIA GPU here" in refusal(on_gpu, machine(0, engine="cpu"))
@@ -99,8 +98,7 @@ def test_nccl_is_not_asked_to_send_to_the_gpu_that_sends() -> None:
 def test_two_gpus_are_one_for_each() -> None:
     placement = placed({}, machine(2))
     assert names(placement) == (["0"], [["1"]]) and not placement.shares and not placement.is_one_gpu
-    numbered = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert placement.environment(placement.trainer) == numbered
+    assert placement.environment(placement.trainer) == {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     said = refusal(tensor_parallel(2), machine(2))
     assert "needs 2 for the engines and at least 1 for the trainer, and there are 2 GPUs" in said
     assert names(placed({"share_gpus": True}, machine(2))) == (["0", "1"], [["0"], ["1"]])
@@ -162,8 +160,7 @@ def test_more_processes_or_threads_than_the_cores_can_take_are_refused(monkeypat
     for key in ("num_ranks", "threads"):
         with pytest.raises(ConfigError, match=f"parallel.{key} = 33{says}"):
             place_training(ParallelConfig.model_validate({key: 33}), on_cpu)
-        parallel = {"trainer": {"parallel": {key: 100_000}}}
-        assert f"trainer.parallel.{key} = 100000{says}" in refusal(parallel, on_cpu)
+        assert f"trainer.parallel.{key} = 100000{says}" in refusal({"trainer": {"parallel": {key: 100_000}}}, on_cpu)
     with pytest.raises(ConfigError, match=f"engine.threads = 33{says}"):
         inference_gpus(InferenceConfig.model_validate({"engine": {"threads": 33}}), on_cpu)
     for key, inference in (("engines", {"engines": 33}), ("engine.threads", {"engine": {"threads": 33}})):

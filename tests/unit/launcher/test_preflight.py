@@ -207,8 +207,7 @@ def started(config: SupervisedCommand | TrainerConfig) -> None:
 def test_a_run_goes_on_with_the_steps_and_rates_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed(monkeypatch, 800)
     first = sft(tmp_path, epochs=2)
-    assert settle_length(first, clean=False) is not None
-    assert (first.max_steps, first.optim.warmup_steps) == (200, 20)
+    assert settle_length(first, clean=False) is not None and (first.max_steps, first.optim.warmup_steps) == (200, 20)
     started(first)
     surveyed(monkeypatch, 900)  # rows came to it meanwhile
     for again in (sft(tmp_path, epochs=2), sft(tmp_path)):
@@ -236,8 +235,7 @@ def test_what_a_fork_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (checkpoint / TRAINER_DIR / CONFIG_NAME).write_text(to_toml(other))
     for clean in (False, True):
         fork = sft(tmp_path / "fork", ckpt={"resume_dir": checkpoint})
-        assert settle_length(fork, clean=clean) is None
-        assert (fork.max_steps, fork.optim) == (30, other.optim)
+        assert settle_length(fork, clean=clean) is None and (fork.max_steps, fork.optim) == (30, other.optim)
 
 
 def test_rates_are_those_of_the_checkpoint_and_not_of_an_attempt_that_trained_no_step(tmp_path: Path) -> None:

@@ -61,8 +61,7 @@ def test_a_service_that_dies_when_all_is_done_is_not_missed(tmp_path: Path) -> N
     with Supervisor() as supervisor:
         for is_service in (True, False):
             name, code = ("service", "sys.exit(3)") if is_service else ("worker", "")
-            child = supervisor.start(name, python(code), tmp_path / name, environment={}, is_service=is_service)
-            child.process.wait()
+            supervisor.start(name, python(code), tmp_path / name, environment={}, is_service=is_service).process.wait()
         assert supervisor.run(lambda: None) is None
 
 

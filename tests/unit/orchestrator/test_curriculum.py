@@ -60,8 +60,7 @@ def test_a_gate_opens_when_the_window_is_full_and_good_enough() -> None:
     advance(state, config, [group(1, 1, 1), group(1, 1, 1)])
     advance(state, config, [group(2, 1, 1)] * 9)
     assert curriculum_of(state).level == 2, "there is none behind the last"
-    assert curriculum_of(state).levels[1].rewards == [0.5, 1.0, 1.0]
-    assert curriculum_metrics(state, config, []) == {}
+    assert curriculum_of(state).levels[1].rewards == [0.5, 1.0, 1.0] and curriculum_metrics(state, config, []) == {}
 
 
 def test_settings_that_change_on_resume(caplog: pytest.LogCaptureFixture) -> None:

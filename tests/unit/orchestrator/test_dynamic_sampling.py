@@ -104,8 +104,7 @@ def tasks_of(batch: Batch) -> list[int]:
 def test_groups_without_signal_are_replaced_in_rounds_of_what_is_missing(tmp_path: Path, engine: FakeEngine) -> None:
     batches = made(tmp_path, engine, Signals, dynamic_sampling={})
     # Of tasks 0, 1, 2 the last has a signal; then 3, 4 (none), 5, 6 (5 has), 7, and 8, which ends the batch.
-    assert tasks_of(batches[0]) == [2, 5, 8]
-    assert [one.task_id for one in batches[0].dropped] == [0, 1, 3, 4, 6, 7]
+    assert tasks_of(batches[0]) == [2, 5, 8] and [one.task_id for one in batches[0].dropped] == [0, 1, 3, 4, 6, 7]
     assert [tasks_of(batch) for batch in batches[1:]] == [[11, 14, 17], [20, 23, 26], [29, 32, 35]]
     assert all(one.reason == "zero_signal" and one.rollouts == 4 for batch in batches for one in batch.dropped)
     assert len(engine.requests) == 9 * STEPS
@@ -116,8 +115,7 @@ def test_groups_without_signal_are_replaced_in_rounds_of_what_is_missing(tmp_pat
     assert state.sampled_tokens == sum(one.loss_mask.num_sampled for batch in batches for one in batch.rollouts)
     metrics = batches[0].metrics
     names = ("groups/drawn", "groups/dropped/zero_signal", "groups/dropped/timeout")
-    assert [metrics[name] for name in names] == [9, 6, 0]
-    assert metrics["groups/zero_variance"] == pytest.approx(6 / 9)
+    assert [metrics[name] for name in names] == [9, 6, 0] and metrics["groups/zero_variance"] == pytest.approx(6 / 9)
     # Rewards are those of everything that was sampled: 3 of 36 rollouts.
     assert metrics["reward/mean"] == pytest.approx(3 / 36)
 
@@ -207,8 +205,7 @@ def zero_signal(task: int) -> Dropped:
 
 @pytest.mark.parametrize("signal", ["sum", "parts"])
 def test_a_group_has_signal_if_its_rewards_differ(signal: Signal) -> None:
-    assert has_signal(group(0, [1.0, 0.0]), signal)
-    assert has_signal(group(0, [0.5, 0.5, 0.5 + 1e-12]), signal)
+    assert has_signal(group(0, [1.0, 0.0]), signal) and has_signal(group(0, [0.5, 0.5, 0.5 + 1e-12]), signal)
     assert not has_signal(group(0, [0.3, 0.3, 0.3]), signal) and not has_signal(failed(0), signal)
     # Rewards of the wholes, and those of two turns each: equal sums say nothing where the sum is what is raised.
     for rewards, turns, by_sum, by_parts in (

@@ -165,8 +165,7 @@ def test_weights_taken_away_while_being_described_are_awaited(tmp_path: Path, mo
 
     monkeypatch.setattr("holdfast.orchestrator.weight_sync.describe_weights", take_away)
     check = lambda: publish_weights(run_dir, 0, b"one")  # noqa: E731
-    found = asyncio.run(wait_for_weights(run_dir, 0, timeout_s=HANG_S, check=check))
-    assert found == describe_weights(run_dir, 0)
+    assert asyncio.run(wait_for_weights(run_dir, 0, timeout_s=HANG_S, check=check)) == describe_weights(run_dir, 0)
 
 
 def test_a_log_of_generations_that_is_empty_or_cannot_be_opened(tmp_path: Path) -> None:
@@ -287,8 +286,7 @@ def metrics_of(outcomes: Sequence[Outcome], *, num_groups: int = 8, **settings: 
 
 def test_metrics_of_a_batch() -> None:
     first = [make_rollout(1.0, exact=1.0), make_rollout(0.0, exact=0.0)]
-    second = [make_rollout(0.5, environment="b", sampled=4), make_rollout(0.5, environment="b")]
-    metrics = metrics_of([first, second])
+    metrics = metrics_of([first, [make_rollout(0.5, environment="b", sampled=4), make_rollout(0.5, environment="b")]])
     assert metrics["reward/mean"] == 0.5 and metrics["reward/std"] == pytest.approx(0.125**0.5)
     assert (metrics["reward/a/mean"], metrics["reward/b/mean"], metrics["a/exact"]) == (0.5, 0.5, 0.5)
     assert (metrics["reward/a/std"], metrics["reward/b/std"]) == (0.5, 0.0)

@@ -202,8 +202,7 @@ def test_an_aborted_answer_is_asked_again_and_spans_of_one_version_are_one(tmp_p
     straight = rollouts_of(tmp_path / "straight", engine, max_steps=2)
     engine.requests.clear()
     engine.alter = abort_once
-    assert rollouts_of(tmp_path / "aborted", engine, max_steps=2) == straight
-    assert len(engine.requests) == 2 * 3 + 1
+    assert rollouts_of(tmp_path / "aborted", engine, max_steps=2) == straight and len(engine.requests) == 2 * 3 + 1
 
 
 def test_weights_that_are_published_again_while_an_engine_loads_them_are_loaded_again(
@@ -357,8 +356,7 @@ def test_batches_hold_every_branch_and_every_sampled_token_once(tmp_path: Path, 
         assert len(seen_by_turns(rollout)) == rollout.metrics["guesses"], "one turn for each guess"
         for branch in rollout.branches[1:]:
             prompt = rollout.token_ids[branch][: rollout.loss_mask[branch].index(1)].tolist()
-            text = tokenizer.decode(prompt, skip_special_tokens=False)
-            first = text.split("<|assistant|>")[1].split("<|end|>")[0]
+            first = tokenizer.decode(prompt, skip_special_tokens=False).split("<|assistant|>")[1].split("<|end|>")[0]
             assert "e" not in first, "a branch begins without the thoughts of the first turn"
     for batch, found in zip(batches, [batch.metrics for batch in batches], strict=True):
         numbers = [len(rollout.branch_starts) for rollout in batch.rollouts]

@@ -85,8 +85,7 @@ def test_groups_of_several_batches_go_on_side_by_side(tmp_path: Path) -> None:
     for step, own in enumerate(versions, start=1):
         assert all(max(0, step - 3) <= min(found) and max(found) <= max(0, step - 2) for found in own), (step, own)
         batch = journal.read_batch(RunDir(tmp_path), step)
-        of_batch = {version for found in own for version in found}
-        assert set(batch.older_digests) == of_batch - {batch.policy_version}
+        assert set(batch.older_digests) == {version for found in own for version in found} - {batch.policy_version}
     everything = [(one.task_id, one.sample_index) for _, rollouts in made for one in rollouts]
     assert len(set(everything)) == len(everything) == 8 * 3 * 4
 

@@ -369,8 +369,7 @@ def test_the_file_for_language_models_has_its_form_and_every_page() -> None:
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfiles_are_clean_and_copy_what_is_there(dockerfile: Path) -> None:
-    hadolint = Path(sys.executable).with_name("hadolint")
-    linted = subprocess.run([hadolint, dockerfile], capture_output=True, text=True)
+    linted = subprocess.run([Path(sys.executable).with_name("hadolint"), dockerfile], capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout + linted.stderr
     text = dockerfile.read_text()
     allowed = set((ROOT / ".dockerignore").read_text().replace("!", "").split())

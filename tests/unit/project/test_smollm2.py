@@ -75,8 +75,7 @@ def test_what_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == 2 and "is not the model: it has no model.safetensors, tokenizer.json. Remove it" in said
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
-    assert told(capsys, "--to", tmp_path) == (0, f"{tmp_path} is there already\n")
-    assert len(names_in(tmp_path)) == 3
+    assert told(capsys, "--to", tmp_path) == (0, f"{tmp_path} is there already\n") and len(names_in(tmp_path)) == 3
 
 
 @pytest.fixture(scope="module")
@@ -153,5 +152,4 @@ def test_the_settings_fit_and_it_answers(model: Path, run_command: Command, in_r
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
         answer = AutoModelForCausalLM.from_pretrained(model).generate(**prompt, do_sample=False, max_new_tokens=16)
-    said = tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
-    assert said == "The capital of France is Paris.<|im_end|>"
+    assert tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :]) == "The capital of France is Paris.<|im_end|>"

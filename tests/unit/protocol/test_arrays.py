@@ -89,8 +89,7 @@ def test_a_deviation_is_a_mean_absolute_difference(theirs: list[float], expected
 
 def test_a_parity_prompt_is_cut_to_what_engines_take() -> None:
     parity = ParityPrompt([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1)
-    assert parity.head(9) == parity.head(4) == parity
-    assert parity.head(2) == ParityPrompt([5, 6], [-1.0], 0.1)
+    assert parity.head(9) == parity.head(4) == parity and parity.head(2) == ParityPrompt([5, 6], [-1.0], 0.1)
     assert parity.head(1) == ParityPrompt([5], [], 0.1) and deviation(parity.head(1), []) == 0.0
 
 

@@ -70,8 +70,7 @@ def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypat
     monkeypatch.setattr(atomic.os, "rename", rename)
     atomic.publish_directory(temporary, final)
     flushed, after = happened[: happened.index("rename")], happened[happened.index("rename") + 1 :]
-    assert set(flushed) == {str(temporary / name) for name in ("", "a", "sub", "sub/b")}
-    assert after == [str(tmp_path)]
+    assert set(flushed) == {str(temporary / name) for name in ("", "a", "sub", "sub/b")} and after == [str(tmp_path)]
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])

@@ -145,8 +145,7 @@ def test_embeddings_heads_norms_and_biases_are_not_for_muon(tiny_model: ModelFac
 def test_steps_are_those_of_torch(tiny_model: ModelFactory, weight_decay: float, dtype: str) -> None:
     """Of torch with moments that are rounded after each step, if ours are held in bfloat16."""
     ours, theirs = (AutoModelForCausalLM.from_pretrained(tiny_model(tied=False)) for _ in range(2))
-    config = MUON.model_copy(update={"weight_decay": weight_decay, "moments_dtype": dtype})
-    optimizer = build_optimizer(ours, config)
+    optimizer = build_optimizer(ours, MUON.model_copy(update={"weight_decay": weight_decay, "moments_dtype": dtype}))
     matrices = hidden_matrices(theirs)
     known = {id(matrix) for matrix in matrices}
     rest = [parameter for parameter in theirs.parameters() if id(parameter) not in known]

@@ -65,8 +65,7 @@ def test_what_was_recorded_before_a_stop_is_written(run_dir: RunDir, mesh: Mesh,
     profiler = Profiler(ProfiledSteps(2, 9), run_dir, mesh, done=0)
     _train(profiler, range(1, 5)).begin_step(5)
     profiler.stop(4, is_agreed=is_agreed)
-    assert _left(run_dir) == ["profile_steps_2_to_4"]
-    assert Trace.read(*run_dir.profiles()).steps()[:3] == [2, 3, 4]
+    assert _left(run_dir) == ["profile_steps_2_to_4"] and Trace.read(*run_dir.profiles()).steps()[:3] == [2, 3, 4]
     profiler.stop(4, is_agreed=is_agreed)  # it is written already
     assert _left(run_dir) == ["profile_steps_2_to_4"]
 

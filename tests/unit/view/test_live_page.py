@@ -204,8 +204,7 @@ def test_the_page_draws_every_chart_and_runs_nothing_of_the_run(run_command: Com
 def test_the_page_names_no_place_to_load_from(run_command: Command, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     assert run_command("report", run_dir.path)[0] == 0
-    page = (run_dir.path / "report.html").read_text()
-    outside = re.sub(r"(<script[^>]*>).*?</script>", r"\1", page, flags=re.S)
+    outside = re.sub(r"(<script[^>]*>).*?</script>", r"\1", (run_dir.path / "report.html").read_text(), flags=re.S)
     assert "default-src 'none'" in outside and not re.search(r"(src|href)=(?!\"#)|url\(|@import", outside)
     assert len(set(re.findall(r'nonce[=-]"?([\w-]+)', outside))) == 1
 
@@ -327,8 +326,7 @@ def test_the_reader_keeps_the_place_while_the_run_goes_on(tmp_path: Path, monkey
             page.when(_LAST, lambda step: step == 15)
             assert page.when(_LINE, lambda text: text.startswith("live: as of 2"))
             assert page.evaluate(_OPEN) == opened and page.evaluate("window.isTheSame") is True
-        other = make_run(tmp_path / "other")
-        with served(other, port):
+        with served(make_run(tmp_path / "other"), port):
             page.when(_LINE, lambda text: "another run is served here now" in text)
             assert page.evaluate(_LAST) == 15
         assert [error for error in page.errors if "ERR_CONNECTION" not in error and "503" not in error] == []

@@ -237,7 +237,6 @@ def test_the_newest_alarm_is_in_sight_whatever_came_before(run_dir: RunDir) -> N
 
 
 def test_an_alarm_is_one_line_that_no_terminal_acts_on() -> None:
-    alarm = Alarm("warning", "trainer", "an environment says \x1b[2J\n" + "x" * 5000, 3, 100.0)
-    line = event_line(alarm, seconds=1.0)
+    line = event_line(Alarm("warning", "trainer", "an environment says \x1b[2J\n" + "x" * 5000, 3, 100.0), seconds=1.0)
     assert "WARNING: an environment says \\x1b[2J\\nxxx" in line and line.isprintable()
     assert line.endswith("(5025 characters) (step 3)") and len(line) < 2200, line

@@ -241,8 +241,7 @@ def test_a_tracker_without_room_for_temporary_files_goes_on() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.startswith(f"/tmp/{scratch_name()}"), done.stderr
-    assert "there is no directory for temporary files: " in done.stderr
-    assert not Path(done.stdout.strip()).exists()
+    assert "there is no directory for temporary files: " in done.stderr and not Path(done.stdout.strip()).exists()
 
 
 def test_a_clock_that_was_set_back_costs_tensorboard_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

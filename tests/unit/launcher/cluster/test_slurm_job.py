@@ -16,8 +16,7 @@ pytestmark = pytest.mark.usefixtures("in_root")
 
 
 def parsed(output_dir: Path, *flags: str) -> RlConfig:
-    argv = ["@", "configs/reverse_text/rl.toml", "--output-dir", str(output_dir), *flags]
-    return parse_command_line(RlConfig, argv)
+    return parse_command_line(RlConfig, ["@", "configs/reverse_text/rl.toml", "--output-dir", str(output_dir), *flags])
 
 
 def parsed_training(program: str, output_dir: Path, *flags: str) -> SupervisedCommand:

@@ -71,8 +71,7 @@ def test_due_are_the_beginning_every_interval_and_the_end(tmp_path: Path) -> Non
     assert run.base is not None and run.base.name == MODEL
     run_of(tmp_path / "run", attempt=2, max_steps=20)
     assert FollowedRun.read(run_dir.path).due(4) == [0, 4, 8], "the newest attempt goes further"
-    changed = ({"model": {"name": MODEL, "init": "random"}}, {"ckpt": {"init_from": MODEL}})
-    for number, changes in enumerate(changed):
+    for number, changes in enumerate(({"model": {"name": MODEL, "init": "random"}}, {"ckpt": {"init_from": MODEL}})):
         assert FollowedRun.read(run_of(tmp_path / str(number), 10, **changes).path).due(5) == [10]
     # What resumes says nothing of the beginning; another fresh start does.
     resumed = {"ckpt": {"resume_step": 2}}

@@ -302,8 +302,7 @@ def test_clean_removes_nothing_for_weights_of_other_sizes(
         (sizes, "[model.lora]\nrank = 16\nalpha = 8.0", r"model\.lora\.alpha: 8.0 -> 32.0"),
         (wrong, "[model.lora]\nrank = 16", r"hidden_size: 1\d+ -> \d+\n.*Give a model of these sizes"),
     ):
-        files = {"model/config.json": model.decode(), "trainer/config.toml": settings}
-        path = add_checkpoint(other, 10, files=files)
+        path = add_checkpoint(other, 10, files={"model/config.json": model.decode(), "trainer/config.toml": settings})
         with pytest.raises(CheckpointError, match=says):
             start(config, clean=True)
         shutil.rmtree(path)

@@ -53,8 +53,7 @@ def test_a_directory_without_work_is_not_a_run(run: RunDir, capsys: pytest.Captu
     _end(run, 1, step=0, exit_code=2)
     run.metrics.touch()
     attempt = _start(_sft(run, seed=7))
-    assert (attempt.number, attempt.resume_step) == (2, None)
-    assert "unfinished" not in capsys.readouterr().out
+    assert (attempt.number, attempt.resume_step) == (2, None) and "unfinished" not in capsys.readouterr().out
 
 
 def test_a_start_that_the_trainer_refused_is_no_attempt(run: RunDir) -> None:
@@ -327,8 +326,7 @@ def test_the_fingerprint_follows_the_ends_of_all_schedules_what_shapes_training_
         settings = {"max_steps": max_steps, "advantage": "gae", "critic": {"optim": {"schedule": "linear", **optim}}}
         return fingerprint(TrainerConfig.model_validate(settings))
 
-    assert fingerprint_of(20) != fingerprint_of(40)
-    assert fingerprint_of(20) == fingerprint_of(40, schedule_steps=20)
+    assert fingerprint_of(20) != fingerprint_of(40) and fingerprint_of(20) == fingerprint_of(40, schedule_steps=20)
     assert fingerprint_of(20, schedule="constant") == fingerprint_of(40, schedule="constant")
 
 

@@ -190,8 +190,7 @@ def limited(
 ) -> tuple[Session, Asked]:
     """Return a session that samples `turns`, and the list of what it asks for."""
     asked: Asked = []
-    session = scripted_session(tokenizer, prompt_ids, turns, asked=asked, seq_len=seq_len, max_tokens=max_tokens)
-    return session, asked
+    return scripted_session(tokenizer, prompt_ids, turns, asked=asked, seq_len=seq_len, max_tokens=max_tokens), asked
 
 
 def test_what_is_sampled_comes_back_as_text_and_each_of_its_tokens_can_be_rewarded(tokenizer: Tokenizer) -> None:

@@ -44,8 +44,7 @@ def test_a_pattern_says_where_the_score_is() -> None:
     assert score_of("Score: 3\nno, Score: 8 of 10", **scored) == 0.8
     assert score_of("no score", **scored) is None and score_of("Score: high", **scored) is None
     assert score_of("Score: nan", **scored) is None and score_of("Score: inf", **scored) is None
-    assert score_of("[8] or [9]", pattern=r"\d+", max_score=10.0) == 0.9
-    assert score_of("ab", pattern="a(x)?b") is None
+    assert score_of("[8] or [9]", pattern=r"\d+", max_score=10.0) == 0.9 and score_of("ab", pattern="a(x)?b") is None
 
 
 def test_words_may_be_verdicts() -> None:
@@ -133,8 +132,7 @@ def test_a_judge_scores_questions_from_a_file(tmp_path: Path) -> None:
             async with judging():
                 for index in (0, 1, 0):
                     sessions: Any = [SimpleNamespace(completion=text) for text in ("a", "b")]
-                    task = environment.make_task(TaskSeed(0, "env", index))
-                    found.append(await environment.score(task, sessions))
+                    found.append(await environment.score(environment.make_task(TaskSeed(0, "env", index)), sessions))
             return found
 
         first, second, again = asyncio.run(scores())

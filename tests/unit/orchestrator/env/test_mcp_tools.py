@@ -109,8 +109,7 @@ def test_failures_go_to_the_policy_and_a_server_that_died_is_started_again() -> 
     told = answers(session)
     assert told[0] == "a" and "so" in told[1] and told[1].startswith("error: ")
     assert told[2].startswith("error: ") and "a" in told[2]
-    assert told[3] == "error: it returned what is not text: image"
-    assert told[4] == "error: wait took longer than 2 s"
+    assert told[3] == "error: it returned what is not text: image" and told[4] == "error: wait took longer than 2 s"
     assert told[5] == "error: mcp_servers.s0 has died; the next call starts another"
     assert told[6] == "b", "of the new one"
     failed = {name.removeprefix("failed/"): n for name, n in session.tool_counts.items() if name.startswith("failed/")}

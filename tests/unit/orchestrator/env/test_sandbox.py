@@ -372,8 +372,7 @@ def scored(environment: PythonCode, task: Task, *answers: str) -> list[tuple[flo
 def test_the_answers_of_its_tasks_are_right(environment: PythonCode) -> None:
     seeds = [TaskSeed(0, "env", index) for index in range(200)]
     tasks = [environment.make_task(seed) for seed in seeds]
-    assert tasks == [environment.make_task(seed) for seed in seeds]
-    assert len({task.answer for task in tasks}) > 100
+    assert tasks == [environment.make_task(seed) for seed in seeds] and len({task.answer for task in tasks}) > 100
     for task in tasks[:6]:
         assert scored(environment, task, task.answer, f"```python\n{task.answer}```") == [(1.0, 1.0)] * 2
     for task in tasks:  # all kinds of steps, without a process each
@@ -405,8 +404,7 @@ def test_files_memory_and_output_are_bounded() -> None:
     assert "No space left on device" in ran(several, small).output.decode()
     many = "for n in range(10_000):\n    open(f'/tmp/{n}', 'w').close()\n    print(n)"
     lines = ran(many).output.decode().splitlines()
-    assert any("No space left on device" in line for line in lines)
-    assert sum(line.isdigit() for line in lines) <= 1000
+    assert any("No space left on device" in line for line in lines) and sum(line.isdigit() for line in lines) <= 1000
     assert b"MemoryError" in ran("x = bytes(2**30)", replace(PATIENT, memory_bytes=2**28)).output
     outcome = ran("while True: print('x' * 1000)", replace(PATIENT, output_bytes=5000))
     assert (outcome.ending, len(outcome.output)) == ("too much output", 5000)

@@ -286,8 +286,7 @@ def test_no_held_out_seed_is_one_of_training() -> None:
     held_out = [TaskSeed(seed.run_seed, "a", seed.index, held_out=True) for seed in training]
     assert all(seed.number < 2**63 and seed.shared("epoch", 0) < 2**63 for seed in training)
     assert all(2**63 <= seed.number < 2**64 and seed.shared("epoch", 0) >= 2**63 for seed in held_out)
-    assert len({seed.number for seed in held_out}) == 300
-    assert held_out[0].fresh().number == held_out[0].number
+    assert len({seed.number for seed in held_out}) == 300 and held_out[0].fresh().number == held_out[0].number
     assert held_out[0].random().random() != training[0].random().random()
 
 
@@ -428,8 +427,7 @@ def test_what_is_there_of_other_weights_is_evaluated_anew(tmp_path: Path, caplog
         (directory / "evaluation.json").write_text('{"format": 1, "policy": "another"}')
         (directory / "rollouts.jsonl").write_text("nothing of this policy\n")
         run(config)
-    assert "evaluated again" in caplog.text
-    assert summary_in(directory).metrics()[NAME] == metrics_of(run_dir)[4][NAME]
+    assert "evaluated again" in caplog.text and summary_in(directory).metrics()[NAME] == metrics_of(run_dir)[4][NAME]
 
 
 def test_evaluations_of_later_versions_are_set_aside_with_their_batches(tmp_path: Path) -> None:

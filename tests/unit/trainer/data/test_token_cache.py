@@ -357,6 +357,5 @@ def test_chunks_come_in_order_and_few_are_ahead_of_a_slow_one(tmp_path: Path, mo
     chunks = tokenizing._encoded_by_workers(make, mine, 2, name="data")
     first = next(chunks)
     assert first.index == 10 and made.stat().st_size <= 6, "of the other three and one to send; its own, and the next"
-    assert [first.index, *(chunk.index for chunk in chunks)] == list(mine)
-    assert made.stat().st_size == len(mine)
+    assert [first.index, *(chunk.index for chunk in chunks)] == list(mine) and made.stat().st_size == len(mine)
     assert [chunk.index for chunk in tokenizing._encoded_by_workers(Chunk, range(2), 5, name="data")] == [0, 1]

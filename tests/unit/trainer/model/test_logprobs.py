@@ -201,8 +201,7 @@ def test_tokens_at_a_border_stay_but_for_those_that_top_p_needs_not() -> None:
     logits_CV = torch.zeros(4, 4)
 
     def sizes(sampling: Sampling) -> list[float]:
-        head = plain_head(torch.eye(4))
-        found = token_logprobs(logits_CV, head, torch.arange(4), Reading(sampling, entropy=True))
+        found = token_logprobs(logits_CV, plain_head(torch.eye(4)), torch.arange(4), Reading(sampling, entropy=True))
         assert found.entropy_N is not None
         return found.entropy_N.exp().round().tolist()
 

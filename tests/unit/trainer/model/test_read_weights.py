@@ -239,8 +239,7 @@ def test_an_engine_merges_as_the_trainer_does(publish: Publish, fields: dict[str
         for name, tensor in theirs.tensors.items():
             assert ours.tensors[name].dtype == tensor.dtype and torch.equal(ours.tensors[name], tensor), name
     assert ours.digest == weights_digest(adapter)
-    untouched = read_weights(model, base.architecture, dtype=engine).tensors
-    assert not torch.equal(untouched[MATRIX], ours.tensors[MATRIX])
+    assert not torch.equal(read_weights(model, base.architecture, dtype=engine).tensors[MATRIX], ours.tensors[MATRIX])
 
 
 def test_an_adapter_that_is_damaged_or_of_other_weights_is_refused(publish: Publish, tiny_model: ModelFactory) -> None:

@@ -232,8 +232,7 @@ def test_where_names_come_from(tiny_model: ModelFactory, tmp_path: Path, monkeyp
         (cached / "refs/main").write_text("c" * 40)
     for module in ("huggingface_hub.constants", "transformers.utils.hub.constants"):
         monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(hub))
-    found = [names_in_files(f"someone/{name}") for name in ("single", "sharded", "empty")]
-    assert found == [expected, expected, None]
+    assert [names_in_files(f"someone/{name}") for name in ("single", "sharded", "empty")] == [expected, expected, None]
     (shards / "model.safetensors.index.json").write_text("{")
     with pytest.raises(DataError, match="the names of its tensors cannot be read"):
         names_in_files(str(shards))
@@ -314,8 +313,7 @@ def test_settings_of_rotary_embeddings_keep_the_names_that_older_readers_know(
     publisher, policy = publisher_of(model)
     published = json.loads(publisher.config_files["config.json"])
     assert (published["rope_theta"], published["rope_scaling"]) == (5e5, scaling)
-    directory = publisher.publish(1)
-    assert AutoConfig.from_pretrained(directory).rope_parameters == policy.hf_model.config.rope_parameters
+    assert AutoConfig.from_pretrained(publisher.publish(1)).rope_parameters == policy.hf_model.config.rope_parameters
 
 
 def test_versions_bring_what_is_beside_the_weights_are_replaced_by_the_same_and_pruned(

@@ -147,8 +147,7 @@ def test_an_offer_is_refused_before_anything_is_sent(offers: WeightOffers, tmp_p
 
 def test_a_sender_that_does_not_answer_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen, ThreadPoolExecutor() as pool:
-        offer = Offer(1, "digest", f"127.0.0.1:{frozen.getsockname()[1]}", stall_timeout_s=0.1)
-        joining = pool.submit(join, offer)
+        joining = pool.submit(join, Offer(1, "digest", f"127.0.0.1:{frozen.getsockname()[1]}", stall_timeout_s=0.1))
         wait([joining], HANG_S)
         frozen.shutdown(socket.SHUT_RDWR)  # torch's client still waits
         with pytest.raises(DataError, match="cannot be taken: no answer came in time"):
@@ -263,8 +262,7 @@ def test_members_meet_before_they_connect_by_nccl_and_a_lost_one_is_an_error(
         sending = pool.submit(weight_offers._open_group, store, 2, cuda, wait_s)
         receiving._open_group(another, 1, 2, cuda, wait_s)
         sending.result(HANG_S)
-    assert Nccl.made.pop(1) == (True, wait_s, "1", cuda, None)
-    assert Nccl.made.pop(0)[:4] == (True, wait_s, "1", cuda)
+    assert Nccl.made.pop(1) == (True, wait_s, "1", cuda, None) and Nccl.made.pop(0)[:4] == (True, wait_s, "1", cuda)
     with pytest.raises(RuntimeError):  # the third does not come
         receiving._open_group(another, 1, 3, cuda, timedelta(seconds=0.1))
     assert not Nccl.made

@@ -142,5 +142,4 @@ def test_what_a_reference_said_by_another_config_json_is_said_anew(programs: Pro
     fields["rope_parameters"]["rope_theta"] /= 2
     config.write_text(json.dumps(fields))
     run_dir = train("dpo", output, settings, until=1)
-    assert (output / REFERENCE_NAME).read_bytes() != before
-    assert abs(column(run_dir, "rewards/margins")[0]) < 1e-6
+    assert (output / REFERENCE_NAME).read_bytes() != before and abs(column(run_dir, "rewards/margins")[0]) < 1e-6

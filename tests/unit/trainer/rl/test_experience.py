@@ -56,8 +56,7 @@ def make_rollouts(samples: list[Sample], *, truncated: tuple[int, ...] = ()) -> 
 def judge(samples: list[Sample], rewards: list[list[float]], penalty: KlPenalty | None = None) -> Groups:
     """Judge groups of as many samples as there are rewards."""
     rollouts = iter(make_rollouts(samples))
-    groups = [[next(rollouts) for _ in rewards_G] for rewards_G in rewards]
-    return attach_rewards(groups, samples, rewards, penalty)
+    return attach_rewards([[next(rollouts) for _ in rewards_G] for rewards_G in rewards], samples, rewards, penalty)
 
 
 def trained_places(sample: Sample) -> list[int]:
@@ -260,8 +259,7 @@ def test_penalty_comes_before_clip_before_moments_before_scale() -> None:
     # squares .140625 + 9.765625 + 4.515625 + 23.765625 = 38.1875, sample variance 12.729167.
     got = shape_rewards(rewards, penalties_PG=penalties, clip=4.0, moments=moments)
     std = math.sqrt(38.1875 / 3)
-    assert (moments.mean, moments.count) == pytest.approx((0.875, 4.0))
-    assert moments.std == pytest.approx(std)
+    assert (moments.mean, moments.count) == pytest.approx((0.875, 4.0)) and moments.std == pytest.approx(std)
     assert [pytest.approx(group) for group in got] == [[0.5 / std, 4 / std], [3 / std, -4 / std]]
     assert rewards == [[1.0, 9.0], [3.0, -9.0]]
 

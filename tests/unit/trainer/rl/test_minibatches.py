@@ -169,8 +169,7 @@ def test_cross_entropy_is_the_weighted_negative_log_likelihood() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
     weights = torch.tensor([0.5, 0.25, 0.25])
     loss = cross_entropy(logprobs, weights)
-    assert loss.item() == pytest.approx(2.0)
-    assert torch.equal(torch.autograd.grad(loss, logprobs)[0], -weights)
+    assert loss.item() == pytest.approx(2.0) and torch.equal(torch.autograd.grad(loss, logprobs)[0], -weights)
 
 
 def rollout(length: int, sampled: int, *, index: int = 0) -> Rollout:
@@ -199,6 +198,5 @@ def test_a_rollout_that_sampled_nothing_trains_nothing_and_one_whose_arrays_do_n
 
 
 def test_k3_is_exact_near_equality_and_never_negative() -> None:
-    tiny = torch.tensor([1e-7, -1e-7], dtype=torch.float64)
-    assert k3(tiny).tolist() == pytest.approx([5e-15, 5e-15], rel=1e-6)
+    assert k3(torch.tensor([1e-7, -1e-7], dtype=torch.float64)).tolist() == pytest.approx([5e-15, 5e-15], rel=1e-6)
     assert (k3(torch.linspace(-1e-3, 1e-3, 1001)) >= 0).all()

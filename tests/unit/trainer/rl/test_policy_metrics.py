@@ -59,8 +59,7 @@ def one_and_two(tiny_model: ModelFactory, sft_data: Path, mesh: Mesh, tmp_path_f
 @pytest.mark.ranks
 def test_two_ranks_have_metrics_of_the_same_names(one_and_two: Seen) -> None:
     one, two = one_and_two
-    assert two[0]["statistics"] == two[1]["statistics"]
-    assert list(two[0]["statistics"]) == list(one["statistics"])
+    assert two[0]["statistics"] == two[1]["statistics"] and list(two[0]["statistics"]) == list(one["statistics"])
     assert two[0]["statistics"] == pytest.approx(one["statistics"], rel=1e-12)
     for name in ("p50", "p95", "p99", "max"):  # quantiles of quantiles would be others
         assert two[0]["statistics"][f"mismatch/ratio_{name}"] == one["statistics"][f"mismatch/ratio_{name}"]
