@@ -37,14 +37,9 @@ class LearnerRun:
 
 
 def start_learner(
-    output: Path,
-    name: Path,
-    mesh: Mesh,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    resume_step: int | None = None,
+    output: Path, name: Path, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, *, resume_step: int | None = None,
     **settings: Any,
-) -> LearnerRun:
+) -> LearnerRun:  # fmt: skip
     """Start a trainer of the model `name` in `output`, or let it go on from a step that is saved there."""
     (output / "run.json").write_text('{"run_id": "r"}')
     values: dict[str, Any] = {

@@ -10,14 +10,9 @@ Asked = list[tuple[list[int], int, int]]
 
 
 def scripted_session(
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    turns: Sequence[list[int]],
-    *,
-    asked: Asked | None = None,
-    before: Callable[[int], Awaitable[object]] | None = None,
-    **settings: Any,
-) -> Session:
+    tokenizer: Tokenizer, prompt: Sequence[int], turns: Sequence[list[int]], *, asked: Asked | None = None,
+    before: Callable[[int], Awaitable[object]] | None = None, **settings: Any,
+) -> Session:  # fmt: skip
     """Return a session that samples `turns`, cut to what is allowed; turn N is of version N, with log-probs -1 - N.
     `asked`: gets the tokens, the number and the room of each turn. `before`: is awaited ahead of each turn, with its
     number."""

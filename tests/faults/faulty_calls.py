@@ -50,20 +50,10 @@ def deaths(calls: list[Call], *, halves: bool = False) -> list[tuple[int, Instan
 
 
 def install(
-    directory: str,
-    trail: str,
-    *,
-    kill_at: int | None = None,
-    instant: Instant = "before",
-    killer_from: int | None = None,
-    killer_delay_s: float = 0.0,
-    fail: str = "",
-    nth: int = 1,
-    until_nth: int | None = None,
-    error: int = 0,
-    rank: int | None = None,
-    linked: str = "",
-) -> None:
+    directory: str, trail: str, *, kill_at: int | None = None, instant: Instant = "before",
+    killer_from: int | None = None, killer_delay_s: float = 0.0, fail: str = "", nth: int = 1,
+    until_nth: int | None = None, error: int = 0, rank: int | None = None, linked: str = "",
+) -> None:  # fmt: skip
     """Watch `directory` in this process, and cause at most one kind of fault. `linked`: another directory that links in
     it lead to: what is called there counts as well. `kill_at`: number of the call at which the process dies by SIGKILL,
     before it, after it, or half way: of a write, half of the bytes are written. `killer_from`: at this call another

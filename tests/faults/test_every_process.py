@@ -229,13 +229,9 @@ def undisturbed() -> dict[str, object]:
 @pytest.mark.launch
 @pytest.mark.parametrize(("name", "moment", "number"), _CASES)
 def test_a_process_that_is_killed_costs_nothing_or_a_message(
-    name: str,
-    moment: tuple[str, str, int],
-    number: signal.Signals,
-    undisturbed: dict[str, object],
-    tmp_path: Path,
+    name: str, moment: tuple[str, str, int], number: signal.Signals, undisturbed: dict[str, object], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     victim, mark = VICTIMS[name], tmp_path / "killed"
     monkeypatch.setenv("KILL_AT", "null")
     if name not in undisturbed:

@@ -90,18 +90,10 @@ class Commands:
         return self.start("sft", output, argv, **options)
 
     def start(
-        self,
-        program: str,
-        output: Path,
-        argv: list[str],
-        *,
-        log: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        fault: str = "",
-        trainer_fault: str = "",
-        until: Until = "trained",
-        engine: Engine = "stub",
-    ) -> Run:
+        self, program: str, output: Path, argv: list[str], *, log: Path | None = None,
+        environment: Mapping[str, str] | None = None, fault: str = "", trainer_fault: str = "",
+        until: Until = "trained", engine: Engine = "stub",
+    ) -> Run:  # fmt: skip
         """Start a command; return when its process is there. `program`: its name, such as `dpo`. `output`: the
         directory of the run, which `argv` names as well. `log`: where its output goes; unset: `output` with the suffix
         `.out`. `environment`: its variables, by default those of this process. `fault`: Python source that runs in the

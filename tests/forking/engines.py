@@ -89,14 +89,9 @@ class Engines:
         return self._server
 
     def start(
-        self,
-        config: InferenceConfig,
-        log_path: Path,
-        *,
-        env: Mapping[str, str] | None = None,
-        owner: Path | None = None,
-        sabotage: str = "",
-    ) -> ServerHandle:
+        self, config: InferenceConfig, log_path: Path, *, env: Mapping[str, str] | None = None,
+        owner: Path | None = None, sabotage: str = "",
+    ) -> ServerHandle:  # fmt: skip
         """Start a server for `config`; its output goes to `log_path`. Returns before it is ready.
 
         `env` comes on top of the environment of this process. `owner` is the directory of the run that the server

@@ -68,17 +68,9 @@ class ForkedModule:
     """A forked process that runs one of our modules; what the launcher uses of `subprocess.Popen`."""
 
     def __init__(
-        self,
-        argv: list[str],
-        *,
-        stdin: int,
-        stdout: BinaryIO,
-        stderr: int,
-        env: Mapping[str, str],
-        start_new_session: bool,
-        fault: str,
-        engine: Engine,
-    ) -> None:
+        self, argv: list[str], *, stdin: int, stdout: BinaryIO, stderr: int, env: Mapping[str, str],
+        start_new_session: bool, fault: str, engine: Engine,
+    ) -> None:  # fmt: skip
         begin = module_command(argv[3])
         assert argv[: len(begin)] == begin and start_new_session, argv
         assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
@@ -134,14 +126,9 @@ def _run(
 
 
 def _be_module(
-    argv: list[str],
-    words: list[str],
-    streams: tuple[int, int, int],
-    env: Mapping[str, str],
-    fault: str,
-    *,
+    argv: list[str], words: list[str], streams: tuple[int, int, int], env: Mapping[str, str], fault: str, *,
     new_session: bool,
-) -> NoReturn:
+) -> NoReturn:  # fmt: skip
     """The child, as after `exec` of `argv`: run the module that `words` begin with."""
 
     def run() -> int:

@@ -88,12 +88,9 @@ def test_two_quick_starts_of_the_same_moment_end_with_the_bits_of_each_alone(tmp
 
 
 def test_an_engine_that_is_killed_between_two_turns_changes_nothing(
-    engine: Engine,
-    slow_tool: tuple[tuple[str, ...], dict[str, str]],
-    foreign_model: Path,
-    tmp_path: Path,
+    engine: Engine, slow_tool: tuple[tuple[str, ...], dict[str, str]], foreign_model: Path, tmp_path: Path,
     request: pytest.FixtureRequest,
-) -> None:
+) -> None:  # fmt: skip
     """Version 0 is not what the server loads when it comes back: whoever trained on its answers would differ."""
     flags, environment = slow_tool
     flags = (*flags, "--ckpt.init-from", str(foreign_model))

@@ -12,17 +12,9 @@ class PerSample:
         self.windows = set[tuple[int, int]]()
 
     def __call__(
-        self,
-        query_THD: Tensor,
-        key_EKD: Tensor,
-        value_EKD: Tensor,
-        query_borders: Tensor,
-        key_borders: Tensor,
-        longest: int,
-        *,
-        scale: float,
-        window_size: tuple[int, int],
-    ) -> Tensor:
+        self, query_THD: Tensor, key_EKD: Tensor, value_EKD: Tensor, query_borders: Tensor, key_borders: Tensor,
+        longest: int, *, scale: float, window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
         self.calls += 1
         self.windows.add(window_size)
         for borders, tokens in ((query_borders, query_THD), (key_borders, key_EKD), (key_borders, value_EKD)):

@@ -61,15 +61,9 @@ def greedy_tokens(directory: Path, prompt: list[int], num_tokens: int) -> list[i
 
 
 def truncated_logprobs(
-    directory: Path,
-    prompt: list[int],
-    completion: list[int],
-    *,
-    temperature: float,
-    top_p: float,
-    top_k: int,
+    directory: Path, prompt: list[int], completion: list[int], *, temperature: float, top_p: float, top_k: int,
     min_p: float,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Return the log-probability of each completion token among those that the cuts leave, by transformers' own."""
     with torch.no_grad():
         logits = _load(directory)(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]

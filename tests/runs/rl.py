@@ -52,13 +52,9 @@ class RlRun:
     run samples with. `starts_python`: start all of it as a user does, vLLM included."""
 
     def __init__(
-        self,
-        output_dir: Path,
-        *flags: str,
-        environment: Mapping[str, str] | None = None,
-        engine: Engine = "stub",
+        self, output_dir: Path, *flags: str, environment: Mapping[str, str] | None = None, engine: Engine = "stub",
         starts_python: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.run_dir = RunDir(output_dir)
         self._output = output_dir.with_name(f"{output_dir.name}-{time.monotonic_ns()}.out")
         self._output.touch()

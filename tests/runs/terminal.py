@@ -22,14 +22,9 @@ class Terminal:
     """Runs a command in a pseudo terminal; used as a context manager, which kills what is left of it."""
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        *,
-        columns: int = 80,
-        lines: int = 24,
-        environment: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], *, columns: int = 80, lines: int = 24, environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""  # all that was written

@@ -84,14 +84,9 @@ class StubSampler:
     has_died = False
 
     def __init__(
-        self,
-        weights: Weights,
-        served: tuple[dict[str, Floats], str] | None,
-        metrics: ServerMetrics,
-        *,
-        max_len: int,
+        self, weights: Weights, served: tuple[dict[str, Floats], str] | None, metrics: ServerMetrics, *, max_len: int,
         most_rows: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.max_len = max_len
         self.vocab_size = weights.shape.vocab_size
         self.engine_core = self  # of which the server asks for the scheduler

@@ -87,13 +87,9 @@ def test_a_step_that_does_not_fit(config: SftConfig, say: Say) -> None:
     (HoldfastError("the check was killed by SIGINT. Give the command again"), "plan: none: .* by SIGINT\n$"),
 ])  # fmt: skip
 def test_a_run_that_starts(
-    found: Any,
-    told: str,
-    config: SftConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    found: Any, told: str, config: SftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """The plan of a run on GPUs comes meanwhile, and stops nothing."""
     monkeypatch.setattr(forecast, "_driven", Mock(side_effect=[found]))
     gpu = Placement((Gpu("0", num_bytes=24 * GIB),), ())

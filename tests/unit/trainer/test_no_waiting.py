@@ -144,14 +144,9 @@ def test_reading_a_number_fails_here(policy: Policy) -> None:
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_supervised_steps(
-    pack: bool,
-    kernel: bool,
-    policy: Policy,
-    on_device: Mesh,
-    passes: list[int],
-    reads: list[str],
+    pack: bool, kernel: bool, policy: Policy, on_device: Mesh, passes: list[int], reads: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     if kernel:  # that of GPUs
         monkeypatch.setitem(KERNELS, "meta", replace(KERNELS["cuda"], is_usable=lambda _: True))
         policy.to(torch.bfloat16)

@@ -399,13 +399,9 @@ def rl(run: RunDir, *, async_level: int = 1, **ckpt: Any) -> RlConfig:
 @pytest.mark.parametrize(("async_level", "brought"), [(0, []), (1, [4]), (2, [3, 4]), (3, [3, 4])])
 @pytest.mark.parametrize("trainer_alone", [False, True])
 def test_a_fork_brings_the_older_weights_that_batches_need(
-    async_level: int,
-    brought: list[int],
-    trainer_alone: bool,
-    other: RunDir,
-    new: RunDir,
+    async_level: int, brought: list[int], trainer_alone: bool, other: RunDir, new: RunDir,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     add_checkpoint(other, 5, files=STATE)
     for version in (3, 4, 5):
         add_weights(other, version)

@@ -48,11 +48,9 @@ def call(name: str, **arguments: Any) -> str:
 
 
 async def play(
-    settings: EnvironmentConfig,
-    *rollouts: Sequence[str],
-    before: Callable[[], object] = lambda: None,
+    settings: EnvironmentConfig, *rollouts: Sequence[str], before: Callable[[], object] = lambda: None,
     before_turn: Mapping[int, Callable[[], object]] | None = None,
-) -> list[Session]:
+) -> list[Session]:  # fmt: skip
     """Play sessions at the same time, in which the policy says what is given. `before` is called ahead of them, and one
     of `before_turn` ahead of the turn of that number, from 0."""
     tokenizer = tokenizer_of("hermes")

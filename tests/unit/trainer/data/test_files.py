@@ -75,12 +75,9 @@ def write_all(folder: Path, files: list[list[dict[str, Any]]]) -> list[str]:
 
 
 def outcomes_of(
-    files: list[list[dict[str, Any]]],
-    tokenizer: PreTrainedTokenizerBase,
-    few: int,
-    folder: Path,
+    files: list[list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, few: int, folder: Path,
     caplog: pytest.LogCaptureFixture,
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, tuple[str, ...]]:  # fmt: skip
     """Return, for each way in, the fingerprint of the samples or the refusal, and the warnings."""
     outcomes = {}
     for name in write_all(folder, files):
@@ -102,11 +99,9 @@ def outcomes_of(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_each_way_in_gives_the_same_samples_and_says_the_same(
-    data: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path_factory: pytest.TempPathFactory,
+    data: Any, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     form = data.draw(st.sampled_from([*FORMATS]))
     extra = data.draw(EXTRA)  # all rows have the same kinds of values, as tables want
     row = st.builds(lambda given, more: given | (extra if more else {}), FORMATS[form], st.booleans())

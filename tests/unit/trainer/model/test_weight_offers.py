@@ -89,15 +89,9 @@ def test_the_file_is_the_one_that_safetensors_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_files", [1, 4])
 def test_what_is_sent_is_what_is_written(
-    dtype: str,
-    num_files: int,
-    offers: WeightOffers,
-    tiny_model: ModelFactory,
-    mesh: Mesh,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    dtype: str, num_files: int, offers: WeightOffers, tiny_model: ModelFactory, mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     model = tiny_model()
     policy = build_policy(TrainedModelConfig(name=str(model)), mesh, seed=0)
     if num_files > 1:
