@@ -210,10 +210,8 @@ def _set_aside(case: Path) -> None:
     set_aside_after(RunDir(case), 1, 2)
 
 
-_EVALUATION: dict[str, Any] = {
-    "model": {"name": "examples/reverse_text/model"},
-    "environments": [{"id": "reverse_text"}],
-}
+_MODEL = {"name": "examples/reverse_text/model"}
+_EVALUATION: dict[str, Any] = {"model": _MODEL, "environments": [{"id": "reverse_text"}]}
 _FILES = (IDENTITY_NAME, ROLLOUTS_NAME, SUMMARY_NAME, "judgements.log", "rollouts/generations_0.log", "logs/a.log")
 
 
@@ -283,9 +281,8 @@ def _played(case: Path) -> None:
 
 def _summarize(case: Path) -> None:
     nobody = cast(Any, None)  # all is played
-    asyncio.run(
-        evaluate(_tasks(case), _POLICY, nobody, tokenizer=nobody, directory=case, max_concurrency=1, tells=False)
-    )
+    played = evaluate(_tasks(case), _POLICY, nobody, tokenizer=nobody, directory=case, max_concurrency=1, tells=False)
+    asyncio.run(played)
 
 
 def _clear_others(case: Path) -> None:

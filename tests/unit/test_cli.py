@@ -128,9 +128,8 @@ def test_a_server_at_a_taken_port_is_refused(run: Command, tmp_path: Path, monke
     port = free_port()
     held = reserve("127.0.0.1", port)
     assert held is not None
-    code, _, err = run(
-        "inference", "--model.name", "examples/reverse_text/model", "--server.port", port, "--output-dir", tmp_path
-    )
+    policy = ("--model.name", "examples/reverse_text/model")
+    code, _, err = run("inference", *policy, "--server.port", port, "--output-dir", tmp_path)
     held.release()
     assert code == 2 and f"http://127.0.0.1:{port} is in use, by another server or a run. Stop it, or choose" in err
 

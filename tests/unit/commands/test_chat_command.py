@@ -37,10 +37,8 @@ def test_a_chat_keeps_its_history_until_it_is_reset(tmp_path: Path) -> None:
     first, with_history, alone = out.splitlines()
     assert first.startswith("ymkq"[0]) and with_history != alone and alone == talk("abcd")[0].strip()
     assert "there is no /wrong. There are: /system TEXT" in err and err.count("tokens/s)") == 3
-    assert (
-        talk("abcd", flags=("--system", "x", "--temperature", "0", "--max-tokens", "12"))[0]
-        == (talk("/system x", "abcd")[0])
-    )
+    flags = ("--system", "x", "--temperature", "0", "--max-tokens", "12")
+    assert talk("abcd", flags=flags)[0] == talk("/system x", "abcd")[0]
     seeded = [talk("abcd", flags=("--seed", seed, "--temperature", "3", "--max-tokens", "12"))[0] for seed in "112"]
     assert seeded[0] == seeded[1] != seeded[2]
     _, err = talk("abcd", flags=("--max-tokens", "1000000"))

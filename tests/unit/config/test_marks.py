@@ -54,9 +54,7 @@ def test_marks_are_found_by_the_keys_of_a_configuration(key: str, mark: Mark, ha
 
 @pytest.mark.parametrize("command", SETTINGS)
 def test_every_setting_is_reached(command: str) -> None:
-    assert {setting.key for table in tables(command) for setting in table.settings} <= marks_of(
-        SETTINGS[command]
-    ).keys()
+    assert {one.key for table in tables(command) for one in table.settings} <= marks_of(SETTINGS[command]).keys()
 
 
 def test_settings_that_other_parts_ask_for_by_their_marks() -> None:

@@ -343,9 +343,8 @@ def test_an_error_names_who_gave_the_value_and_not_a_file_below(
 
 
 def test_null_is_read_as_any_type_of_a_section_reads_it() -> None:
-    config = parse_command_line(
-        RlConfig, ["--trainer.loss.correction.type", "mask", "--trainer.loss.correction.high", "null"]
-    )
+    correction = "--trainer.loss.correction"
+    config = parse_command_line(RlConfig, [f"{correction}.type", "mask", f"{correction}.high", "null"])
     assert config.trainer.loss.correction.type == "mask"
 
 

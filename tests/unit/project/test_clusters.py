@@ -27,10 +27,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 
 def test_every_recipe_can_be_parsed() -> None:
-    assert {config.cluster for config in (parse_command_line(RlConfig, words[1:]) for words in recipes())} == {
-        None,
-        "ray",
-    }
+    assert {parse_command_line(RlConfig, words[1:]).cluster for words in recipes()} == {None, "ray"}
 
 
 def test_the_script_of_the_page_is_the_one_that_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:

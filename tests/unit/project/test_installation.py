@@ -130,9 +130,7 @@ def test_no_two_installed_packages_own_one_file() -> None:
             if path.endswith((".py", ".so")) and not path.startswith(".."):
                 owners[path].add(name)
     shared = {path: names for path, names in owners.items() if len(names) > 1}
-    assert not {
-        path: names for path, names in shared.items() if path.split("/")[0] not in ("tests", "test", "examples")
-    }
+    assert not {one: names for one, names in shared.items() if one.split("/")[0] not in ("tests", "test", "examples")}
 
 
 def test_a_checkout_is_told_from_an_installation(tmp_path: Path) -> None:

@@ -62,9 +62,7 @@ def test_every_command_of_the_readme_is_run() -> None:
     page = ROOT / "README.md"
     assert {block.language for block in blocks(page)} == {"console", "python"}, "a script is read, and not run"
     pasted = subprocess.check_output([ROOT / ".ci" / "readme"], text=True).splitlines()
-    whole = [
-        re.escape(f"pip install uv && uv run --group {words}") for words in ("cpu rl @ ", "dev python -m tests.lanes")
-    ]
+    whole = [re.escape(f"pip install uv && uv run --group {one}") for one in ("cpu rl @ ", "dev python -m tests.lanes")]
     assert len(pasted) == 2 and all(map(re.match, whole, pasted))
     script = (ROOT / ".ci" / "run").read_text()
     assert script.count("\nmapfile -t lines < <(.ci/readme)\n") == 1

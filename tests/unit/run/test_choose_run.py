@@ -128,9 +128,8 @@ def test_without_a_run_the_error_says_how_to_make_one_or_lists_the_runs(line: st
 
 def test_a_run_after_the_steps_is_told_with_the_right_order(refused: Refused) -> None:
     make_run("outputs/a")
-    assert refused_line(refused("ckpt", "verify", "all", "outputs/a", "--json")) == (
-        f"{PREFIX}ckpt verify outputs/a all --json"
-    )
+    said = refused("ckpt", "verify", "all", "outputs/a", "--json")
+    assert refused_line(said) == f"{PREFIX}ckpt verify outputs/a all --json"
 
 
 def test_the_only_run_is_taken(run_command: Command) -> None:

@@ -21,9 +21,7 @@ from holdfast.run.rows import read_rows
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SCALAR = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False) | TEXT
-NESTED = st.recursive(
-    SCALAR, lambda one: st.lists(one, max_size=3) | st.dictionaries(TEXT, one, max_size=3), max_leaves=6
-)
+NESTED = st.recursive(SCALAR, lambda x: st.lists(x, max_size=3) | st.dictionaries(TEXT, x, max_size=3), max_leaves=6)
 OBJECTS = st.dictionaries(TEXT, NESTED, max_size=4)
 TYPED = st.fixed_dictionaries(
     {

@@ -104,9 +104,8 @@ class Open(Environment):
 
 def test_a_check_makes_what_is_built_in_and_only_looks_for_the_rest(tmp_path: Path) -> None:
     def check(name: str, **args: Any) -> None:
-        check_environments(
-            make_config(tmp_path, environments=[{"id": "reverse_text"}, {"id": name, "args": args}], client={})
-        )
+        sections = [{"id": "reverse_text"}, {"id": name, "args": args}]
+        check_environments(make_config(tmp_path, environments=sections, client={}))
 
     check(f"{__name__}:NeedsWord", word="bad")
     with pytest.raises(ConfigError, match=r"environments\[1\].id: .*no environment 'NeedsWords'"):

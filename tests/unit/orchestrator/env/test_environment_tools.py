@@ -328,9 +328,8 @@ def test_an_alarm_of_somebody_else_rings_behind_a_tool() -> None:
 
 def test_a_tool_in_a_thread_is_not_interrupted() -> None:
     sessions: list[Session] = []
-    thread = threading.Thread(
-        target=lambda: sessions.append(play("hermes", [called("hermes", "add", {"a": 1}), "done"]))
-    )
+    turns = [called("hermes", "add", {"a": 1}), "done"]
+    thread = threading.Thread(target=lambda: sessions.append(play("hermes", turns)))
     thread.start()
     thread.join()
     assert sessions[0].tool_counts == {"calls": 1, "unanswered": 0}

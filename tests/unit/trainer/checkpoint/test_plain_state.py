@@ -285,9 +285,7 @@ def test_values_keep_their_class(tmp_path: Path) -> None:
     save_state(tmp_path / "saved", {"values": values})
     found: dict[str, Any] = {}
     load_state_with_optimizer(tmp_path / "saved", {"values": found})
-    assert repr(found) == repr(values) and [type(one) for one in found.values()] == [
-        type(one) for one in values.values()
-    ]
+    assert repr(found) == repr(values) and [*map(type, found.values())] == [*map(type, values.values())]
     assert torch.equal(found["large"]["a.b"], values["large"]["a.b"])
     assert decode(encode(Counter("aab"), "x")) == {"a": 2, "b": 1}
     document = {"$namedtuple": ["no_such_module:Thing", []]}

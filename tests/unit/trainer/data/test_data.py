@@ -434,10 +434,8 @@ def test_rows_with_an_empty_answer_are_counted(
     empty: dict[str, Any], full: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(write(tmp_path / "a.jsonl", [full, empty, full, empty]), tokenizer)
-    assert (
-        "an answer that is trained is empty, so that the model learns to end at once (2 rows, the first: row 2)"
-        in caplog.text
-    )
+    said = "an answer that is trained is empty, so that the model learns to end at once (2 rows, the first: row 2)"
+    assert said in caplog.text
     caplog.clear()
     load(write(tmp_path / "b.jsonl", [full] * 3), tokenizer)
     assert "empty" not in caplog.text
