@@ -60,14 +60,10 @@ def check_refused(run: Run, *parts: str) -> None:
     assert "reading data" not in run.log
 
 
-@pytest.mark.parametrize(
-    ("closed", "asked", "named"),
-    [
-        (".", ".", "."), (".", "new", "new"), ("checkpoints", ".", "checkpoints"), ("weights", ".", "weights"),
-        ("checkpoints/.tmp-step_2", ".", "."),
-    ],
-    ids=["the run", "a new one in it", "its checkpoints", "its weights", "a leftover that is to go"],
-)  # fmt: skip
+@pytest.mark.parametrize(("closed", "asked", "named"), [
+    (".", ".", "."), (".", "new", "new"), ("checkpoints", ".", "checkpoints"), ("weights", ".", "weights"),
+    ("checkpoints/.tmp-step_2", ".", "."),
+], ids=["the run", "a new one in it", "its checkpoints", "its weights", "a leftover that is to go"])  # fmt: skip
 def test_a_directory_that_may_not_be_written_is_refused(
     start: Start, output: Path, chmod: Chmod, closed: str, asked: str, named: str
 ) -> None:

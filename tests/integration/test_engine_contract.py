@@ -211,21 +211,18 @@ def test_only_the_given_tokens_stop(server: Served) -> None:
     assert all(len(choice["token_ids"]) == 60 for choice in choices)
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"min_tokens": 5}, "unknown field `min_tokens`"),
-        ({"max_tokens": MAX_LEN - len(PROMPT) + 1}, f"exceed the model's length of {MAX_LEN}"),
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [5, 128]}, "token_ids holds 128, the vocabulary has 128 tokens"),
-        ({"token_ids": [-1]}, "token_ids"), ({"token_ids": "hello"}, "token_ids"), ({"seeds": []}, "seeds"),
-        ({"seeds": [-1]}, "seeds"), ({"max_tokens": 0}, "max_tokens"), ({"temperature": -0.5}, "temperature"),
-        ({"temperature": 0.001}, "temperature is 0.001"), ({"temperature": 2.5}, "temperature is 2.5"),
-        ({"top_p": 0.0}, "top_p"), ({"top_p": 1.01}, "top_p"), ({"top_k": -1}, "top_k"), ({"top_k": 2.5}, "top_k"),
-        ({"top_k": 2**40}, "top_k"), ({"min_p": 1.5}, "min_p"),
-        ({"stop_token_ids": [500]}, "stop_token_ids holds 500"), ({"stop": [""]}, "stop"), ({"stop": "text"}, "stop"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "reason"), [
+    ({"min_tokens": 5}, "unknown field `min_tokens`"),
+    ({"max_tokens": MAX_LEN - len(PROMPT) + 1}, f"exceed the model's length of {MAX_LEN}"),
+    ({"token_ids": []}, "token_ids"),
+    ({"token_ids": [5, 128]}, "token_ids holds 128, the vocabulary has 128 tokens"),
+    ({"token_ids": [-1]}, "token_ids"), ({"token_ids": "hello"}, "token_ids"), ({"seeds": []}, "seeds"),
+    ({"seeds": [-1]}, "seeds"), ({"max_tokens": 0}, "max_tokens"), ({"temperature": -0.5}, "temperature"),
+    ({"temperature": 0.001}, "temperature is 0.001"), ({"temperature": 2.5}, "temperature is 2.5"),
+    ({"top_p": 0.0}, "top_p"), ({"top_p": 1.01}, "top_p"), ({"top_k": -1}, "top_k"), ({"top_k": 2.5}, "top_k"),
+    ({"top_k": 2**40}, "top_k"), ({"min_p": 1.5}, "min_p"),
+    ({"stop_token_ids": [500]}, "stop_token_ids holds 500"), ({"stop": [""]}, "stop"), ({"stop": "text"}, "stop"),
+])  # fmt: skip
 def test_a_request_that_cannot_be_served_is_refused(server: Served, fields: dict[str, Any], reason: str) -> None:
     response = server.ask(**fields)
     assert response.status_code == 400 and reason in response.json()["error"]

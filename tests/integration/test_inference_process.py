@@ -56,14 +56,11 @@ def _engine(server: ServerHandle) -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"no-such-thing": 1}, "no-such-thing"),
-        ({"load_format": "auto"}, "engine.args.load-format cannot be set"),
-        ({"hf_overrides": "{}"}, 'add "head_dtype": "float32" to it'),
-    ],
-)
+@pytest.mark.parametrize(("args", "message"), [
+    ({"no-such-thing": 1}, "no-such-thing"),
+    ({"load_format": "auto"}, "engine.args.load-format cannot be set"),
+    ({"hf_overrides": "{}"}, 'add "head_dtype": "float32" to it'),
+])  # fmt: skip
 def test_unusable_engine_arguments_are_refused(model: Path, tmp_path: Path, args: dict[str, Any], message: str) -> None:
     config = InferenceConfig.model_validate(
         {"model": {"name": str(model), "fp32_lm_head": True}, "server": {"port": free_port()}, "engine": {"args": args}}

@@ -27,14 +27,10 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_model(family, tmp_path / "model", seed=2)
 
 
-@pytest.mark.parametrize(
-    ("model", "refused"),
-    [
-        ("falcon_h1", {"slices", "experts"}), ("falcon", {"slices", "experts"}), ("qwen3_next", {"slices"}),
-        ("qwen3_moe", set()), ("gpt_oss", set()),
-    ],
-    indirect=["model"],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "refused"), [
+    ("falcon_h1", {"slices", "experts"}), ("falcon", {"slices", "experts"}), ("qwen3_next", {"slices"}),
+    ("qwen3_moe", set()), ("gpt_oss", set()),
+], indirect=["model"])  # fmt: skip
 def test_two_ranks_compute_what_transformers_does(model: Path, refused: set[str], mesh: Mesh, tmp_path: Path) -> None:
     """Divided in every way, or refused. Falcon-H1 has recurrent layers and scales its logits, and Falcon chooses its
     attention when it is built; then there are linear attention, experts, and sinks."""

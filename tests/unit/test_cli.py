@@ -38,28 +38,24 @@ _NEEDS_TORCH = {  # what takes or returns tensors
 }
 
 
-@pytest.mark.parametrize(
-    ("code", "heavy"),
-    [
-        ("import holdfast.orchestrator.check", "aiohttp"),  # nothing is asked for yet
-        (
-            "".join(f"import holdfast.{name}\n" for name in _PROCESSES),
-            "torch vllm numpy httpx uvicorn rich pynvml fsspec prometheus_client psutil",
-        ),
-        (f"from holdfast import {', '.join(_FACE)}", "pydantic numpy jinja2 tokenizers aiohttp holdfast.config.base"),
-        (f"from holdfast import {', '.join({*holdfast.__all__} - _NEEDS_TORCH)}", "torch transformers vllm"),
-        (
-            "from holdfast import cli\n"
-            "for name, (_, _, read) in cli.COMMANDS.items():\n    assert not read or cli.run(name, ['--help']) == 0\n",
-            "pydantic asyncio holdfast.launcher torch transformers datasets numpy",
-        ),
-        (
-            "from holdfast import cli\ntry: cli.run('sft', [])\nexcept Exception: pass\n",
-            "torch numpy transformers vllm",
-        ),
-    ],
-    ids=["check", "processes", "environment", "names", "help", "refusal"],
-)
+@pytest.mark.parametrize(("code", "heavy"), [
+    ("import holdfast.orchestrator.check", "aiohttp"),  # nothing is asked for yet
+    (
+        "".join(f"import holdfast.{name}\n" for name in _PROCESSES),
+        "torch vllm numpy httpx uvicorn rich pynvml fsspec prometheus_client psutil",
+    ),
+    (f"from holdfast import {', '.join(_FACE)}", "pydantic numpy jinja2 tokenizers aiohttp holdfast.config.base"),
+    (f"from holdfast import {', '.join({*holdfast.__all__} - _NEEDS_TORCH)}", "torch transformers vllm"),
+    (
+        "from holdfast import cli\n"
+        "for name, (_, _, read) in cli.COMMANDS.items():\n    assert not read or cli.run(name, ['--help']) == 0\n",
+        "pydantic asyncio holdfast.launcher torch transformers datasets numpy",
+    ),
+    (
+        "from holdfast import cli\ntry: cli.run('sft', [])\nexcept Exception: pass\n",
+        "torch numpy transformers vllm",
+    ),
+], ids=["check", "processes", "environment", "names", "help", "refusal"])  # fmt: skip
 def test_what_imports_nothing_heavy(code: str, heavy: str) -> None:
     program = f"import sys\n{code}\nprint('HEAVY', {{*{heavy!r}.split()}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -301,17 +297,14 @@ def test_an_unknown_command_is_told_with_the_nearest(refused: Refused) -> None:
     assert "unknown command 'grpo'. Here that is `rl`." in refused("main", "grpo")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("track . --na b", "'--na'. Did you mean '--name'?"),
-        ("monitor . --onc", "'--onc'. Did you mean '--once'?"),
-        ("monitor . --step=3", "'--step'. There are: --interval, --json, --once, --wait."),
-        ("report . --t b", "'--t'. Did you mean '--to'?"),
-        ("ckpt export . --output b", "'--output'. There are: --base, --dtype, --format, --json, --to."),
-        ("evaluate --compare . . --js", "'--js'. Did you mean '--json'?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("track . --na b", "'--na'. Did you mean '--name'?"),
+    ("monitor . --onc", "'--onc'. Did you mean '--once'?"),
+    ("monitor . --step=3", "'--step'. There are: --interval, --json, --once, --wait."),
+    ("report . --t b", "'--t'. Did you mean '--to'?"),
+    ("ckpt export . --output b", "'--output'. There are: --base, --dtype, --format, --json, --to."),
+    ("evaluate --compare . . --js", "'--js'. Did you mean '--json'?"),
+])  # fmt: skip
 def test_a_shortened_or_unknown_flag_is_not_guessed(words: str, said: str, refused: Refused) -> None:
     assert f"error: unknown flag {said} " in refused("main", *words.split())
 

@@ -83,18 +83,15 @@ def test_what_is_left_out_of_calls_parts_and_rows_is_named() -> None:
     assert side.remarks == ("the column `source` is not read",)
 
 
-@pytest.mark.parametrize(
-    ("row", "formats"),
-    [
-        ({"messages": [USER, ANSWER]}, SAMPLE_FORMATS),
-        ({"prompt": [USER], "completion": [ANSWER]}, SAMPLE_FORMATS),
-        ({"prompt": [], "completion": [USER, ANSWER]}, SAMPLE_FORMATS),
-        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ahoy"}]}, SAMPLE_FORMATS),
-        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "Hi"}]}, PAIR_FORMATS),
-        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "Hi"}]}, PAIR_FORMATS),
-        ({"prompt": [USER], "completion": [ANSWER], "label": True}, ANSWER_FORMATS),
-    ],
-)
+@pytest.mark.parametrize(("row", "formats"), [
+    ({"messages": [USER, ANSWER]}, SAMPLE_FORMATS),
+    ({"prompt": [USER], "completion": [ANSWER]}, SAMPLE_FORMATS),
+    ({"prompt": [], "completion": [USER, ANSWER]}, SAMPLE_FORMATS),
+    ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ahoy"}]}, SAMPLE_FORMATS),
+    ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "Hi"}]}, PAIR_FORMATS),
+    ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "Hi"}]}, PAIR_FORMATS),
+    ({"prompt": [USER], "completion": [ANSWER], "label": True}, ANSWER_FORMATS),
+])  # fmt: skip
 def test_a_system_column_comes_first_in_every_format(row: dict[str, Any], formats: Any) -> None:
     expected = encode_chat(Chat([SYSTEM, USER, ANSWER]), tokenizer_of("chatml"))
     found = sides({**row, "system": SYSTEM["content"]}, formats)
@@ -111,24 +108,21 @@ def test_a_system_column_beside_a_system_message() -> None:
         sides({"prompt": "a", "completion": "b", "system": "Other."})
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"prompt": "a", "completion": "b", "label": False}, "`label` is false"),
-        ({"messages": [USER, ANSWER], "label": False}, "`label` is false"),
-        ({"instruction": "1 - 1?", "output": 0}, "`output` must be text, got 0"),
-        ({"conversations": [{"from": "human", "value": None}]}, "needs `from` and `value`"),
-        ({"messages": [USER, ANSWER], "loss_weight": 0.5}, "`loss_weight` is 0.5: .* Remove the column"),
-        ({"messages": [USER, ANSWER], "weight": 0}, "`weight` is 0: .* Leave out such rows"),
-        ({"prompt": "a", "completion": "b", "train": False}, "`train` is False: .* Leave out such rows"),
-        ({"messages": [USER, ANSWER | {"train_detail": [{"begin_offset": 0}]}]}, "`train_detail` trains parts"),
-        ({"messages": [USER, ANSWER | {"weight": 0, "train": True}]}, "`weight` and `train` contradict each other"),
-        (
-            {"messages": [USER, ANSWER], "tools": [{"name": "f"}], "functions": [{"name": "f"}]},
-            "`tools` and `functions`",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({"prompt": "a", "completion": "b", "label": False}, "`label` is false"),
+    ({"messages": [USER, ANSWER], "label": False}, "`label` is false"),
+    ({"instruction": "1 - 1?", "output": 0}, "`output` must be text, got 0"),
+    ({"conversations": [{"from": "human", "value": None}]}, "needs `from` and `value`"),
+    ({"messages": [USER, ANSWER], "loss_weight": 0.5}, "`loss_weight` is 0.5: .* Remove the column"),
+    ({"messages": [USER, ANSWER], "weight": 0}, "`weight` is 0: .* Leave out such rows"),
+    ({"prompt": "a", "completion": "b", "train": False}, "`train` is False: .* Leave out such rows"),
+    ({"messages": [USER, ANSWER | {"train_detail": [{"begin_offset": 0}]}]}, "`train_detail` trains parts"),
+    ({"messages": [USER, ANSWER | {"weight": 0, "train": True}]}, "`weight` and `train` contradict each other"),
+    (
+        {"messages": [USER, ANSWER], "tools": [{"name": "f"}], "functions": [{"name": "f"}]},
+        "`tools` and `functions`",
+    ),
+])  # fmt: skip
 def test_rows_that_cannot_be_obeyed_are_refused(row: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         sides(row)

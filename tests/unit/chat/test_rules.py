@@ -24,18 +24,15 @@ THINKS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "row", "said"),
-    [
-        ("gemma", [ANSWER, USER, ANSWER], "must alternate.* a message of the user before the first"),
-        ("gemma4", [ANSWER, USER, ANSWER], r"a chat of \[\].* a message of the user before the first"),
-        ("gemma", [USER, USER, ANSWER], "must alternate.* one role after another joined"),
-        ("gemma", [SYSTEM, USER, ANSWER], "System role not supported.* into the first message of the user"),
-        ("gemma3", [SYSTEM, ANSWER], "must alternate.* a message of the user before the first"),
-        (THINKS, [USER, ANSWER], "data.chat_template_kwargs = {enable_thinking = false}"),
-        ("{{ messages[0].nothing.at_all }}", [USER, ANSWER], "has no attribute.* without this rule: copy the"),
-    ],
-)
+@pytest.mark.parametrize(("template", "row", "said"), [
+    ("gemma", [ANSWER, USER, ANSWER], "must alternate.* a message of the user before the first"),
+    ("gemma4", [ANSWER, USER, ANSWER], r"a chat of \[\].* a message of the user before the first"),
+    ("gemma", [USER, USER, ANSWER], "must alternate.* one role after another joined"),
+    ("gemma", [SYSTEM, USER, ANSWER], "System role not supported.* into the first message of the user"),
+    ("gemma3", [SYSTEM, ANSWER], "must alternate.* a message of the user before the first"),
+    (THINKS, [USER, ANSWER], "data.chat_template_kwargs = {enable_thinking = false}"),
+    ("{{ messages[0].nothing.at_all }}", [USER, ANSWER], "has no attribute.* without this rule: copy the"),
+])  # fmt: skip
 def test_a_refusal_names_a_change_that_works(template: str, row: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(DataError, match=f"(?s){said}"):
         encode_chat(Chat(row), tokenizer_of(template))

@@ -54,17 +54,14 @@ def listed(ckpt: Command, run_dir: RunDir, *flags: str) -> tuple[int, dict[str, 
     return code, json.loads(out)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["lss"], "unknown subcommand 'lss'. Did you mean 'ls'?"),
-        (["ls", "--jsn", "x"], "unknown flag '--jsn'. Did you mean '--json'?"),
-        (["ls", "--js"], "unknown flag '--js'."), (["--json", "ls"], "'--json' comes before the subcommand."),
-        (["show"], "there is no run below outputs"), (["export", "1"], "required: --to"),
-        (["verify", "--how", "half"], "invalid choice: 'half'"), (["ls", "nowhere"], "there is no directory nowhere"),
-        (["ls", "."], ". holds no run: it has neither run.json nor checkpoints"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("argv", "message"), [
+    (["lss"], "unknown subcommand 'lss'. Did you mean 'ls'?"),
+    (["ls", "--jsn", "x"], "unknown flag '--jsn'. Did you mean '--json'?"),
+    (["ls", "--js"], "unknown flag '--js'."), (["--json", "ls"], "'--json' comes before the subcommand."),
+    (["show"], "there is no run below outputs"), (["export", "1"], "required: --to"),
+    (["verify", "--how", "half"], "invalid choice: 'half'"), (["ls", "nowhere"], "there is no directory nowhere"),
+    (["ls", "."], ". holds no run: it has neither run.json nor checkpoints"),
+])  # fmt: skip
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_mistake_is_one_message_and_exit_code_2(argv: list[str], message: str, refused: Refused) -> None:
     assert message in refused("ckpt", *argv)
@@ -225,14 +222,11 @@ def test_nor_does_what_a_library_in_c_leaves_in_its_buffer() -> None:
     assert (done.stdout, done.stderr) == ("{}\n", "from C")
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (CheckpointError("step 3 is damaged"), 2, "error: step 3 is damaged\n"),
-        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), STORAGE_FAILED, "error: the storage failed at"),
-        (ZeroDivisionError("a bug"), 1, "Traceback (most recent call last)"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (CheckpointError("step 3 is damaged"), 2, "error: step 3 is damaged\n"),
+    (OSError(errno.ENOSPC, "No space left on device", "/data/x"), STORAGE_FAILED, "error: the storage failed at"),
+    (ZeroDivisionError("a bug"), 1, "Traceback (most recent call last)"),
+])  # fmt: skip
 def test_an_error_ends_the_command(error: Exception, code: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TensorWorkFailed) as caught, tensor_work("reading"):
         raise error

@@ -209,19 +209,16 @@ def test_a_fault_in_other_processes_is_found_there(name: str, message: str, envi
 
 
 @pytest.mark.usefixtures("here_alone")
-@pytest.mark.parametrize(
-    ("name", "part", "message"),
-    [
-        ("Counting", "tasks", "task 0 is another when it is made again: answer"),
-        ("NoTask", "tasks", "make_task() raised ValueError: no third task"),
-        ("Tasteless", "prompts", "make_task() must return a Task, got 'b"),
-        ("Mute", "sessions", "run() ended without a sampled turn"),
-        ("Chatty", "sessions", "the session of the right answer is another when it is made"),
-        ("Dice", "scores", "the score of an empty answer is another when the same sessions are scored again"),
-        ("Strict", "scores", "an empty answer, alone in its group: environment 'faults:Strict' failed on task 0"),
-        ("NotANumber", "scores", "a non-ASCII answer, alone in its group"),
-    ],
-)
+@pytest.mark.parametrize(("name", "part", "message"), [
+    ("Counting", "tasks", "task 0 is another when it is made again: answer"),
+    ("NoTask", "tasks", "make_task() raised ValueError: no third task"),
+    ("Tasteless", "prompts", "make_task() must return a Task, got 'b"),
+    ("Mute", "sessions", "run() ended without a sampled turn"),
+    ("Chatty", "sessions", "the session of the right answer is another when it is made"),
+    ("Dice", "scores", "the score of an empty answer is another when the same sessions are scored again"),
+    ("Strict", "scores", "an empty answer, alone in its group: environment 'faults:Strict' failed on task 0"),
+    ("NotANumber", "scores", "a non-ASCII answer, alone in its group"),
+])  # fmt: skip
 def test_a_fault_is_found_and_told_by_its_check(name: str, part: str, message: str, environments: Command) -> None:
     code, checks = checked(environments, name)
     assert code == 1
@@ -230,19 +227,16 @@ def test_a_fault_is_found_and_told_by_its_check(name: str, part: str, message: s
 
 
 @pytest.mark.usefixtures("here_alone")
-@pytest.mark.parametrize(
-    ("args", "state", "told"),
-    [
-        (
-            {"scorer": "number"},
-            "FAILED",
-            "1 of 3 rows cannot be solved: .* First: .*q.jsonl:2, 'B', which has no number",
-        ),
-        ({"scorer": "lcs"}, "OK", "of 3 rows: each earns the full reward"),
-        ({"scorer": f"{__name__}:generous"}, "FAILED", "3 of 3 rows give the full reward to an empty or arbitrary"),
-        ({"scorer": "regex", "pattern": "#### (.*)"}, "not checked", "no task's `answer` earns a reward as the whole"),
-    ],
-)
+@pytest.mark.parametrize(("args", "state", "told"), [
+    (
+        {"scorer": "number"},
+        "FAILED",
+        "1 of 3 rows cannot be solved: .* First: .*q.jsonl:2, 'B', which has no number",
+    ),
+    ({"scorer": "lcs"}, "OK", "of 3 rows: each earns the full reward"),
+    ({"scorer": f"{__name__}:generous"}, "FAILED", "3 of 3 rows give the full reward to an empty or arbitrary"),
+    ({"scorer": "regex", "pattern": "#### (.*)"}, "not checked", "no task's `answer` earns a reward as the whole"),
+])  # fmt: skip
 def test_rows_that_nobody_or_everybody_solves_are_told(
     args: dict[str, str], state: str, told: str, environments: Command, tmp_path: Path
 ) -> None:
@@ -310,21 +304,18 @@ def test_templates_without_tools_and_prompts_that_do_not_fit_are_told(
     assert "the run has no environment" in refused("environments", "check", "@", "none.toml")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["check", "faults:Sound", "--num-tasks", "0"], "must be a number from 1 on, got '0'"),
-        (["check", "faults:Sound", "--num-tasks", "-1"], "must be a number from 0 on, got '-1'"),
-        (["check", "reverse_text", "--args", "{digits}"], "is not JSON"),
-        (["check", "reverse_text", "--args", "[1]"], 'must be an object such as {"max_length": 6}'),
-        (["check", "reverse_text", "--args", r'{"a": "\u0000"}'], "args must not hold the character NUL"),
-        (["check", "\udcff"], "id must be text in UTF-8"),
-        (["check", "reverse_text", "--args", '{"max_lenght": 1}'], "Did you mean 'max_length'?"),
-        (["check", "revers_text"], "Did you mean 'reverse_text'?"),
-        (["check", "reverse_text", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
-        (["show"], "unknown subcommand 'show'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["check", "faults:Sound", "--num-tasks", "0"], "must be a number from 1 on, got '0'"),
+    (["check", "faults:Sound", "--num-tasks", "-1"], "must be a number from 0 on, got '-1'"),
+    (["check", "reverse_text", "--args", "{digits}"], "is not JSON"),
+    (["check", "reverse_text", "--args", "[1]"], 'must be an object such as {"max_length": 6}'),
+    (["check", "reverse_text", "--args", r'{"a": "\u0000"}'], "args must not hold the character NUL"),
+    (["check", "\udcff"], "id must be text in UTF-8"),
+    (["check", "reverse_text", "--args", '{"max_lenght": 1}'], "Did you mean 'max_length'?"),
+    (["check", "revers_text"], "Did you mean 'reverse_text'?"),
+    (["check", "reverse_text", "--model.name", "no/such/place/at all"], "'no/such/place/at all'"),
+    (["show"], "unknown subcommand 'show'"),
+])  # fmt: skip
 @pytest.mark.usefixtures("environments")
 def test_mistakes_are_told_before_anything_is_asked(words: list[str], message: str, refused: Refused) -> None:
     assert message in refused("environments", *words)

@@ -50,26 +50,23 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: Command, tmp_path: 
     assert code == 0 and f"would evaluate step 0 of {run_dir.path}" in out
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ((), "evaluate needs model.name or run and environments"), (("--model.name", MODEL), "environments is needed"),
-        ((*POLICY, "--run", "a"), "evaluate takes one policy"),
-        (("--model.name", "./nowhere", "--environments", ENVIRONMENTS), "model.name = './nowhere' is not a directory"),
-        ((*POLICY, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
-        ((*POLICY, "--seq-len", "4096"), "inference.model.max_len = 4096 is more than the 2048"),
-        ((*POLICY, "--inference.model.load", "dummy"), "inference.model.load = 'dummy': the server of an evaluation"),
-        ((*POLICY, "--inference.model.name", "other"), "inference.model.name = 'other': the server of an evaluation"),
-        ((*POLICY, "--inference.model.tokenizer", "other"), "inference.model.tokenizer is that of model.tok"),
-        (("--run", ""), "flag --run must not be empty"),
-        ((*POLICY, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
-        (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
-        (("--run", "nowhere"), "run = nowhere is not a run directory"), (("--compare", "a"), "expected 2 arguments"),
-        (("--compare", "a", "b"), "a holds no evaluation"),
-        (("--compare", "a", "b", "--confidence", "2"), "--confidence 2 is not between 0.5 and 1"),
-        (("--compare", "a", "b", "--answers", "-1"), "--answers -1 is below 0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "said"), [
+    ((), "evaluate needs model.name or run and environments"), (("--model.name", MODEL), "environments is needed"),
+    ((*POLICY, "--run", "a"), "evaluate takes one policy"),
+    (("--model.name", "./nowhere", "--environments", ENVIRONMENTS), "model.name = './nowhere' is not a directory"),
+    ((*POLICY, "--seq-len", "64", "--inference.model.max-len", "32"), "max_len = 32"),
+    ((*POLICY, "--seq-len", "4096"), "inference.model.max_len = 4096 is more than the 2048"),
+    ((*POLICY, "--inference.model.load", "dummy"), "inference.model.load = 'dummy': the server of an evaluation"),
+    ((*POLICY, "--inference.model.name", "other"), "inference.model.name = 'other': the server of an evaluation"),
+    ((*POLICY, "--inference.model.tokenizer", "other"), "inference.model.tokenizer is that of model.tok"),
+    (("--run", ""), "flag --run must not be empty"),
+    ((*POLICY, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
+    (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
+    (("--run", "nowhere"), "run = nowhere is not a run directory"), (("--compare", "a"), "expected 2 arguments"),
+    (("--compare", "a", "b"), "a holds no evaluation"),
+    (("--compare", "a", "b", "--confidence", "2"), "--confidence 2 is not between 0.5 and 1"),
+    (("--compare", "a", "b", "--answers", "-1"), "--answers -1 is below 0"),
+])  # fmt: skip
 def test_a_mistake_is_told_before_a_start(
     flags: tuple[str, ...], said: str, refused: Refused, in_tmp_path: Path
 ) -> None:

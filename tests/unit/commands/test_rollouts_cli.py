@@ -244,20 +244,17 @@ def test_a_failed_export_is_nothing(
     assert code == 2 and f"{target} cannot be written: No space left" in err and list(target.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["show", "7"], "batch 7 is not in"), (["show", "7"], "it has 2, 3, 4"),
-        (["stats", "3-5"], "batch 3-5 is not in"), (["show", "2-3"], "show takes one batch, '2-3' means 2"),
-        (["show", "x"], "'x' is not a STEP"), (["show", "1" * 5000], "111' is not a STEP"),
-        (["stats", f"1-{'1' * 5000}"], "111' is not a STEP"),
-        (["show", "3", "--problem", "2"], "batch 3 has the problems 0 to 1"),
-        (["trace", "2-3", "0"], "trace takes one batch, '2-3' means 2"),
-        (["trace", "3", "4"], "INDEX 4: batch 3 has the rollouts 0 to 3"), (["export", "3"], "required: --to"),
-        (["export", "3", "--to", "there.jsonl"], "exists already"),
-        (["export", "3", "--to", "there.jsonl/x.jsonl"], "there.jsonl/x.jsonl cannot be written: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("argv", "message"), [
+    (["show", "7"], "batch 7 is not in"), (["show", "7"], "it has 2, 3, 4"),
+    (["stats", "3-5"], "batch 3-5 is not in"), (["show", "2-3"], "show takes one batch, '2-3' means 2"),
+    (["show", "x"], "'x' is not a STEP"), (["show", "1" * 5000], "111' is not a STEP"),
+    (["stats", f"1-{'1' * 5000}"], "111' is not a STEP"),
+    (["show", "3", "--problem", "2"], "batch 3 has the problems 0 to 1"),
+    (["trace", "2-3", "0"], "trace takes one batch, '2-3' means 2"),
+    (["trace", "3", "4"], "INDEX 4: batch 3 has the rollouts 0 to 3"), (["export", "3"], "required: --to"),
+    (["export", "3", "--to", "there.jsonl"], "exists already"),
+    (["export", "3", "--to", "there.jsonl/x.jsonl"], "there.jsonl/x.jsonl cannot be written: "),
+])  # fmt: skip
 def test_a_mistake_is_one_message_and_exit_code_2(
     argv: list[str], message: str, refused: Refused, run_dir: RunDir, in_tmp_path: Path
 ) -> None:
@@ -343,18 +340,15 @@ def test_answers_are_read_with_right_answer_advantage_and_parts(rollouts: Comman
     assert "4 of 4 answers of batch 4" in out and "advantage -" in out and "right answer" not in out
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--where", "advantage > 0"], [("a", 1), ("b", 1)]), (["--where", "advantage is None"], [("b", 0)]),
-        (["--where", "not advantage > 0 and environment == 'a'"], [("a", 0)]),
-        (["--where", "'again' in answer and exact and metrics['exact'] * 2 == 2", "--environment", "b"], [("b", 1)]),
-        (["--where", "0 <= reward < 1 or trained_reward < 0"], [("a", 0), ("b", 0)]),
-        (["--sort=-advantage"], [("a", 1), ("b", 1), ("a", 0), ("b", 0)]),
-        (["--sort", "environment", "--limit", "2"], [("a", 0), ("a", 1)]),
-        (["--worst"], [("a", 0), ("b", 0), ("a", 1), ("b", 1)]), (["--where", "len(prompt) > 100"], []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "expected"), [
+    (["--where", "advantage > 0"], [("a", 1), ("b", 1)]), (["--where", "advantage is None"], [("b", 0)]),
+    (["--where", "not advantage > 0 and environment == 'a'"], [("a", 0)]),
+    (["--where", "'again' in answer and exact and metrics['exact'] * 2 == 2", "--environment", "b"], [("b", 1)]),
+    (["--where", "0 <= reward < 1 or trained_reward < 0"], [("a", 0), ("b", 0)]),
+    (["--sort=-advantage"], [("a", 1), ("b", 1), ("a", 0), ("b", 0)]),
+    (["--sort", "environment", "--limit", "2"], [("a", 0), ("a", 1)]),
+    (["--worst"], [("a", 0), ("b", 0), ("a", 1), ("b", 1)]), (["--where", "len(prompt) > 100"], []),
+])  # fmt: skip
 def test_answers_are_chosen_and_sorted(
     words: list[str], expected: list[tuple[str, int]], rollouts: Command, run_dir: RunDir, tmp_path: Path
 ) -> None:
@@ -366,19 +360,16 @@ def test_answers_are_chosen_and_sorted(
     assert [(line["environment"], line["sample_index"]) for line in lines] == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--where", "rewrd < 1"], "no answer has 'rewrd'. Did you mean 'reward'?"),
-        (["--where", "reward <"], "it is not an expression of Python"),
-        (["--where", "__import__('os').system('x')"], "is not allowed. Allowed are names"),
-        (["--where", "answer.upper() == 'X'"], "'answer.upper()' is not allowed"),
-        (["--where", "reward < 'x'"], "--where 'reward < 'x'': '<' not supported"),
-        (["--where", "1 / reward > 1"], "division by zero"), (["--sort", "metrics"], "Sort by a number or a text"),
-        (["--environment", "aa"], "no answer is of it. Did you mean 'a'?"),
-        (["--worst", "0"], "must be a number from 1 on"), (["--worst", "--best"], "not allowed with argument"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "said"), [
+    (["--where", "rewrd < 1"], "no answer has 'rewrd'. Did you mean 'reward'?"),
+    (["--where", "reward <"], "it is not an expression of Python"),
+    (["--where", "__import__('os').system('x')"], "is not allowed. Allowed are names"),
+    (["--where", "answer.upper() == 'X'"], "'answer.upper()' is not allowed"),
+    (["--where", "reward < 'x'"], "--where 'reward < 'x'': '<' not supported"),
+    (["--where", "1 / reward > 1"], "division by zero"), (["--sort", "metrics"], "Sort by a number or a text"),
+    (["--environment", "aa"], "no answer is of it. Did you mean 'a'?"),
+    (["--worst", "0"], "must be a number from 1 on"), (["--worst", "--best"], "not allowed with argument"),
+])  # fmt: skip
 def test_a_choice_that_cannot_be_is_refused(words: list[str], said: str, refused: Refused, run_dir: RunDir) -> None:
     assert said in refused("rollouts", "read", run_dir.path, *words)
 

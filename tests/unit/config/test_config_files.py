@@ -68,21 +68,18 @@ def test_a_section_from_a_file_adds_to_what_another_file_says(write: Write) -> N
     assert config.ckpt is not None and (config.ckpt.interval, config.ckpt.keep, config.seed) == (2, 3, 4)
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("advantag = 'grpo'", "unknown key 'trainer.environments.sums.advantag'. Did you mean 'advantage'?"),
-        ("trainer = 1", "unknown key 'trainer.environments.sums.trainer'. Allowed here: "),
-        ("weight = 0", "'trainer.environments.sums.weight' should be greater than 0, got 0"),
-        (
-            "advantage = 3",
-            "'trainer.environments.sums.advantage' is a section: give its settings, as in "
-            "--trainer.environments.sums.advantage.NAME VALUE or [trainer.environments.sums.advantage], got 3",
-        ),
-        ("advantage = { type = 'pass_at_k' }", "'trainer.environments.sums.advantage.k' is needed"),
-        ("advantage = 'rlo'", "'trainer.environments.sums.advantage.type' there is no 'rlo'. Did you mean 'rloo'?"),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    ("advantag = 'grpo'", "unknown key 'trainer.environments.sums.advantag'. Did you mean 'advantage'?"),
+    ("trainer = 1", "unknown key 'trainer.environments.sums.trainer'. Allowed here: "),
+    ("weight = 0", "'trainer.environments.sums.weight' should be greater than 0, got 0"),
+    (
+        "advantage = 3",
+        "'trainer.environments.sums.advantage' is a section: give its settings, as in "
+        "--trainer.environments.sums.advantage.NAME VALUE or [trainer.environments.sums.advantage], got 3",
+    ),
+    ("advantage = { type = 'pass_at_k' }", "'trainer.environments.sums.advantage.k' is needed"),
+    ("advantage = 'rlo'", "'trainer.environments.sums.advantage.type' there is no 'rlo'. Did you mean 'rloo'?"),
+])  # fmt: skip
 def test_a_mistake_in_a_table_that_the_user_named_is_told_with_that_name(write: Write, line: str, says: str) -> None:
     path = write("rl.toml", f"[trainer.environments.sums]\n{line}\n")
     assert refused("@", path, command=RlConfig).startswith(f"{path}: {says}")
@@ -95,17 +92,14 @@ def test_the_environment_of_the_user_is_not_read(monkeypatch: pytest.MonkeyPatch
     assert sft() == SftConfig() and sft().seed == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "content", "said"),
-    [
-        (SftConfig, ("@",), "[optim]\nschdule = 'linear'\n", ("'optim.schdule'", "'schedule'")),
-        # With nothing similar the allowed keys are listed.
-        (RlConfig, ("--trainer", "@"), "[optim]\nlearning_rate = 1\n", ("trainer.optim.learning_rate", "lr")),
-        (RlConfig, ("--traner", "@"), "max_steps = 3\n", ("'traner'", "'trainer'")),
-        (OrchestratorConfig, ("@",), "[[environments]]\nwieght = 2.0\n", ("environments.0.wieght", "'weight'")),
-        (SftConfig, ("@",), "seed = 1\nmax_steps = = 3\n", ("line 2",)),
-    ],
-)
+@pytest.mark.parametrize(("command", "flags", "content", "said"), [
+    (SftConfig, ("@",), "[optim]\nschdule = 'linear'\n", ("'optim.schdule'", "'schedule'")),
+    # With nothing similar the allowed keys are listed.
+    (RlConfig, ("--trainer", "@"), "[optim]\nlearning_rate = 1\n", ("trainer.optim.learning_rate", "lr")),
+    (RlConfig, ("--traner", "@"), "max_steps = 3\n", ("'traner'", "'trainer'")),
+    (OrchestratorConfig, ("@",), "[[environments]]\nwieght = 2.0\n", ("environments.0.wieght", "'weight'")),
+    (SftConfig, ("@",), "seed = 1\nmax_steps = = 3\n", ("line 2",)),
+])  # fmt: skip
 def test_an_unknown_key_names_its_file_itself_and_the_nearest_spelling(
     command: type[Command], flags: tuple[str, ...], content: str, said: tuple[str, ...], write: Write
 ) -> None:
@@ -115,19 +109,16 @@ def test_an_unknown_key_names_its_file_itself_and_the_nearest_spelling(
     assert all(part in message for part in said)
 
 
-@pytest.mark.parametrize(
-    ("toml", "key", "given", "allowed"),
-    [
-        ("max_steps = 'many'", "max_steps", '"many"', "integer"),
-        ("max_steps = 0", "max_steps", "0", "greater than or equal to 1"),
-        ("optim = 3", "optim", "3", "is a section: give its settings"),
-        ("[optim]\nlr = -1.0", "optim.lr", "-1.0", "greater than 0"),
-        ("[optim]\nbetas = [1, 2, 3]", "optim.betas", "[1, 2, 3]", "2"),
-        ("[optim]\nschedule = 'cosin'", "optim.schedule", '"cosin"', "'cosine'"),
-        ("[model]\ndtype = 'float16'", "model.dtype", '"float16"', "'bfloat16'"),
-        ("[ckpt]\nresume_step = 'newest'", "ckpt.resume_step", '"newest"', "'latest' or 'auto'"),
-    ],
-)
+@pytest.mark.parametrize(("toml", "key", "given", "allowed"), [
+    ("max_steps = 'many'", "max_steps", '"many"', "integer"),
+    ("max_steps = 0", "max_steps", "0", "greater than or equal to 1"),
+    ("optim = 3", "optim", "3", "is a section: give its settings"),
+    ("[optim]\nlr = -1.0", "optim.lr", "-1.0", "greater than 0"),
+    ("[optim]\nbetas = [1, 2, 3]", "optim.betas", "[1, 2, 3]", "2"),
+    ("[optim]\nschedule = 'cosin'", "optim.schedule", '"cosin"', "'cosine'"),
+    ("[model]\ndtype = 'float16'", "model.dtype", '"float16"', "'bfloat16'"),
+    ("[ckpt]\nresume_step = 'newest'", "ckpt.resume_step", '"newest"', "'latest' or 'auto'"),
+])  # fmt: skip
 def test_a_wrong_value_is_told_with_its_place(toml: str, key: str, given: str, allowed: str, write: Write) -> None:
     path = write("a.toml", toml)
     message = refused("@", path)
@@ -345,24 +336,21 @@ def test_rl_hands_it_to_its_trainer() -> None:
 OF_POLICY_GRADIENT = "[loss]\ntype = 'policy_gradient'\nratio_max = 3\n"
 
 
-@pytest.mark.parametrize(
-    ("file", "flags", "said"),
-    [
-        ("", "--loss.ratio-max 3", "flag --loss.ratio-max has no effect with loss.type = 'dapo' (the default): it "
-         "belongs to 'dppo', 'policy_gradient'. Leave it out, or set loss.type to one of these"),
-        (OF_POLICY_GRADIENT, "--loss.type gspo", "trainer.toml: 'loss.ratio_max' has no effect with loss.type = 'gspo' "
-         "(flag --loss.type): it belongs to"),
-        (OF_POLICY_GRADIENT, "--loss.clip-high 1", "flag --loss.clip-high has no effect with loss.type = "
-         "'policy_gradient' (trainer.toml): it belongs to 'grpo', "),
-        ("", "--loss.type cipso", "flag --loss.type: there is no 'cipso'. Did you mean 'cispo'? Allowed: grpo, "),
-        ("", "--loss 3", "flag --loss: there is no '3'. Allowed: grpo, "),
-        ("[loss]\nclip_lo = 1\n", "", "trainer.toml: unknown key 'loss.clip_lo'. Did you mean 'clip_low'?"),
-        ("[weights]\nhost = 'h'\n", "", "trainer.toml: 'weights.host' has no effect with weights.transport = "
-         "'directory' (the default): it belongs to 'collective'. Leave it out, or set weights.transport to "
-         "'collective'"),
-        ("", "--loss.correction.high 0.5 --loss.correction.type mask", "flag --loss.correction.high should be greater"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("file", "flags", "said"), [
+    ("", "--loss.ratio-max 3", "flag --loss.ratio-max has no effect with loss.type = 'dapo' (the default): it "
+     "belongs to 'dppo', 'policy_gradient'. Leave it out, or set loss.type to one of these"),
+    (OF_POLICY_GRADIENT, "--loss.type gspo", "trainer.toml: 'loss.ratio_max' has no effect with loss.type = 'gspo' "
+     "(flag --loss.type): it belongs to"),
+    (OF_POLICY_GRADIENT, "--loss.clip-high 1", "flag --loss.clip-high has no effect with loss.type = "
+     "'policy_gradient' (trainer.toml): it belongs to 'grpo', "),
+    ("", "--loss.type cipso", "flag --loss.type: there is no 'cipso'. Did you mean 'cispo'? Allowed: grpo, "),
+    ("", "--loss 3", "flag --loss: there is no '3'. Allowed: grpo, "),
+    ("[loss]\nclip_lo = 1\n", "", "trainer.toml: unknown key 'loss.clip_lo'. Did you mean 'clip_low'?"),
+    ("[weights]\nhost = 'h'\n", "", "trainer.toml: 'weights.host' has no effect with weights.transport = "
+     "'directory' (the default): it belongs to 'collective'. Leave it out, or set weights.transport to "
+     "'collective'"),
+    ("", "--loss.correction.high 0.5 --loss.correction.type mask", "flag --loss.correction.high should be greater"),
+])  # fmt: skip
 def test_a_setting_of_another_type_is_told_which_types_have_it(
     file: str, flags: str, said: str, in_tmp_path: Path
 ) -> None:

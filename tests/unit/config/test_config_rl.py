@@ -110,13 +110,10 @@ def test_the_orchestrator_asks_where_the_server_listens_unless_told_otherwise() 
     assert told.orchestrator.client.urls == ["http://far:1"]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("http://far:1", "http://far:1"), ("http://far:1", "http://far:1/"), ("http://far", "http://FAR.:80"),
-        ("https://far/engine", "https://far:443/engine/"), ("http://localhost:8000", "http://127.0.0.1:8000"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("first", "second"), [
+    ("http://far:1", "http://far:1"), ("http://far:1", "http://far:1/"), ("http://far", "http://FAR.:80"),
+    ("https://far/engine", "https://far:443/engine/"), ("http://localhost:8000", "http://127.0.0.1:8000"),
+])  # fmt: skip
 def test_a_server_is_named_once(first: str, second: str) -> None:
     for setting in ("client", "teacher"):
         with pytest.raises(ConfigError, match=rf"--orchestrator\.{setting}\.urls must name each server once"):
@@ -168,93 +165,87 @@ SERVED = {"id": "jsonl", "args": {"path": "x"}, "mcp_servers": {"a": {"command":
 TOOLS = ("--orchestrator.environments", json.dumps([SERVED]))
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        # Rewards that trainer and orchestrator see differently.
-        ((*TOY["rl"][2:], "--trainer.environments", '{"revers": {"weight": 2}}'),
-         "names 'revers'.*Did you mean 'reverse_text'"),
-        (("--trainer.advantage", "pass_at_k", "--trainer.advantage.k", "9"), "= 9 is more than the 8 rollouts"),
-        ((*DYNAMIC, "--trainer.reward-model.name", "m"), "rules_weight = 0 leaves it out"),
-        ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1}'), "weights leaves 'reward' out"),
-        ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0}'), "weights leaves 'reward' out"),
-        ((*PENALTY, "129"), "= 129 is never reached: orchestrator.sampling.max_tokens allows 128"),
-        ((*PENALTY, "1024", *KEPT), "= 1024 is never reached: orchestrator.seq_len = 1024 with a prompt allows 1023"),
-        # Advantages that the loss does not take.
-        ((*GAE, *GSPO), "set loss.type = 'gspo_token'"),
-        (("--trainer.advantage", "grpo_process", *GSPO), "what advantage = 'grpo_process' says of single tokens"),
-        ((*OF_MODEL, *GSPO), "set loss.type = 'gspo_token'"),
-        ((*WEIGHTED, *SFT), "has no effect with loss.type = 'sft'"),
-        ((*GAE, *SFT), "has no effect with loss.type = 'sft'"),
-        ((*IN_REWARD, *SFT), "has no effect with loss.type = 'sft'"),
-        (("--trainer.reward-model.name", "m", *SFT), "reward_model has no effect with loss.type = 'sft'"),
-        # A distillation needs one teacher, and a loss for what it gives.
-        (DISTIL, "set trainer.kl.reference, or orchestrator.teacher"),
-        (BESIDE, "set trainer.kl.reference, or orchestrator.teacher"),
-        ((*DISTIL, *SAMPLES), "set trainer.kl.reference"),
-        ((*DISTIL, *TEACHER, "--trainer.kl.reference", "b/teacher"), "both say what the reference is"),
-        ((*DISTIL, *TEACHER, *DYNAMIC), "drops problems by their rewards"),
-        (SAMPLES, "trainer.loss.type = 'dapo' takes the samples for the policy's own"),
-        ((*SAMPLES, *SFT, "--weights.transport", "collective"), "and here a teacher samples"),
-        ((*SAMPLES, *SFT, "--trainer.weights.transport", "collective"), "and here a teacher samples"),
-        # What is set for all is checked with what one process has.
-        (("--weights.transport", "collective", "--trainer.model.lora"), "^trainer: .*'collective' sends whole models"),
-        ((*SAMPLES, *SFT, "--eval.interval", "5"), "^orchestrator: eval asks the engines of the policy"),
-        (SFT, "set orchestrator.teacher with mode = 'samples'"),
-        ((*SFT, *TEACHER), "set orchestrator.teacher with mode = 'samples'"),
-        ((*DISTIL, *TEACHER, "--orchestrator.sampling.temperature", "2"), "log-probabilities of a teacher"),
-        ((*DISTIL, *TEACHER, "--orchestrator.sampling.top-p", "0.9"),
-         "sampling of environment 'reverse_text' at temperature 1, top_p 0.9"),
-        # No divergence is taken between distributions that have different tokens.
-        ((*CUT, "--trainer.kl"),
-         r"cuts off tokens \(temperature 1, top_p 0.9, min_p 0.05, environment 'reverse_text'\), and trainer.kl"),
-        (("--orchestrator.sampling.top-k", "1"), "1 leaves one token to choose from"),
-        (("--inference.engine.args", '{"data_parallel_size": 2}'), "start more servers instead"),
-        # A strategy for nodes needs a cluster of Ray.
-        (("--cluster-strategy", "spread"), "cluster_strategy = 'spread' is for the nodes"),
-        (("--cluster-strategy", "spread", "--cluster", "slurm"), "cluster_strategy = 'spread' is for the nodes"),
-        # What one environment cannot have.
-        (mixed({"seq_len": 1025}), "environment 'jsonl': seq_len = 1025 is more than the seq_len = 1024 of all"),
-        (mixed({"group_size": 1}), "gives each of environment 'jsonl' a single one"),
-        (mixed({"group_size": 1}, *DYNAMIC),
-         r"every group of one is \(environment 'jsonl'\): set group_size to 2"),
-        (mixed({"group_size": 2}, "--trainer.advantage", "pass_at_k", "--trainer.advantage.k", "3"),
-         "advantage.k = 3 is more than the 2 rollouts of a problem of environment 'jsonl'"),
-        (mixed({"sampling": {"top_k": 5}}, "--trainer.kl"), r"\(temperature 1, top_k 5, environment 'jsonl'\)"),
-        (mixed({"sampling": {"top_k": 1}}), "1 leaves one token to choose from"),
-        (mixed({"sampling": {"temperature": 0.5}}, *TEACHER, "--trainer.advantage", "distillation"),
-         "sampling of environment 'jsonl' at temperature 0.5"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "says"), [
+    # Rewards that trainer and orchestrator see differently.
+    ((*TOY["rl"][2:], "--trainer.environments", '{"revers": {"weight": 2}}'),
+     "names 'revers'.*Did you mean 'reverse_text'"),
+    (("--trainer.advantage", "pass_at_k", "--trainer.advantage.k", "9"), "= 9 is more than the 8 rollouts"),
+    ((*DYNAMIC, "--trainer.reward-model.name", "m"), "rules_weight = 0 leaves it out"),
+    ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1}'), "weights leaves 'reward' out"),
+    ((*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0}'), "weights leaves 'reward' out"),
+    ((*PENALTY, "129"), "= 129 is never reached: orchestrator.sampling.max_tokens allows 128"),
+    ((*PENALTY, "1024", *KEPT), "= 1024 is never reached: orchestrator.seq_len = 1024 with a prompt allows 1023"),
+    # Advantages that the loss does not take.
+    ((*GAE, *GSPO), "set loss.type = 'gspo_token'"),
+    (("--trainer.advantage", "grpo_process", *GSPO), "what advantage = 'grpo_process' says of single tokens"),
+    ((*OF_MODEL, *GSPO), "set loss.type = 'gspo_token'"),
+    ((*WEIGHTED, *SFT), "has no effect with loss.type = 'sft'"),
+    ((*GAE, *SFT), "has no effect with loss.type = 'sft'"),
+    ((*IN_REWARD, *SFT), "has no effect with loss.type = 'sft'"),
+    (("--trainer.reward-model.name", "m", *SFT), "reward_model has no effect with loss.type = 'sft'"),
+    # A distillation needs one teacher, and a loss for what it gives.
+    (DISTIL, "set trainer.kl.reference, or orchestrator.teacher"),
+    (BESIDE, "set trainer.kl.reference, or orchestrator.teacher"),
+    ((*DISTIL, *SAMPLES), "set trainer.kl.reference"),
+    ((*DISTIL, *TEACHER, "--trainer.kl.reference", "b/teacher"), "both say what the reference is"),
+    ((*DISTIL, *TEACHER, *DYNAMIC), "drops problems by their rewards"),
+    (SAMPLES, "trainer.loss.type = 'dapo' takes the samples for the policy's own"),
+    ((*SAMPLES, *SFT, "--weights.transport", "collective"), "and here a teacher samples"),
+    ((*SAMPLES, *SFT, "--trainer.weights.transport", "collective"), "and here a teacher samples"),
+    # What is set for all is checked with what one process has.
+    (("--weights.transport", "collective", "--trainer.model.lora"), "^trainer: .*'collective' sends whole models"),
+    ((*SAMPLES, *SFT, "--eval.interval", "5"), "^orchestrator: eval asks the engines of the policy"),
+    (SFT, "set orchestrator.teacher with mode = 'samples'"),
+    ((*SFT, *TEACHER), "set orchestrator.teacher with mode = 'samples'"),
+    ((*DISTIL, *TEACHER, "--orchestrator.sampling.temperature", "2"), "log-probabilities of a teacher"),
+    ((*DISTIL, *TEACHER, "--orchestrator.sampling.top-p", "0.9"),
+     "sampling of environment 'reverse_text' at temperature 1, top_p 0.9"),
+    # No divergence is taken between distributions that have different tokens.
+    ((*CUT, "--trainer.kl"),
+     r"cuts off tokens \(temperature 1, top_p 0.9, min_p 0.05, environment 'reverse_text'\), and trainer.kl"),
+    (("--orchestrator.sampling.top-k", "1"), "1 leaves one token to choose from"),
+    (("--inference.engine.args", '{"data_parallel_size": 2}'), "start more servers instead"),
+    # A strategy for nodes needs a cluster of Ray.
+    (("--cluster-strategy", "spread"), "cluster_strategy = 'spread' is for the nodes"),
+    (("--cluster-strategy", "spread", "--cluster", "slurm"), "cluster_strategy = 'spread' is for the nodes"),
+    # What one environment cannot have.
+    (mixed({"seq_len": 1025}), "environment 'jsonl': seq_len = 1025 is more than the seq_len = 1024 of all"),
+    (mixed({"group_size": 1}), "gives each of environment 'jsonl' a single one"),
+    (mixed({"group_size": 1}, *DYNAMIC),
+     r"every group of one is \(environment 'jsonl'\): set group_size to 2"),
+    (mixed({"group_size": 2}, "--trainer.advantage", "pass_at_k", "--trainer.advantage.k", "3"),
+     "advantage.k = 3 is more than the 2 rollouts of a problem of environment 'jsonl'"),
+    (mixed({"sampling": {"top_k": 5}}, "--trainer.kl"), r"\(temperature 1, top_k 5, environment 'jsonl'\)"),
+    (mixed({"sampling": {"top_k": 1}}), "1 leaves one token to choose from"),
+    (mixed({"sampling": {"temperature": 0.5}}, *TEACHER, "--trainer.advantage", "distillation"),
+     "sampling of environment 'jsonl' at temperature 0.5"),
+])  # fmt: skip
 def test_parts_of_a_run_that_do_not_fit_together_are_refused(flags: tuple[str, ...], says: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=says):
         rl(*flags)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (*DYNAMIC, "--trainer.reward-model.name", "m", "--trainer.reward-model.rules-weight", "0.5"),
-        (*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0.1}'),
-        WEIGHTED, GAE, IN_REWARD, CUT,
-        (*PENALTY, "128"),
-        ("--trainer.advantage", "max_rl", "--trainer.rewards.clip", "1", "--trainer.rewards.scale", "running"),
-        (*PENALTY, "2000", *OWN),  # it may have several turns, and branches
-        (*PENALTY, "1000", *TOOLS),
-        (*GAE, "--trainer.loss.type", "gspo_token"),
-        (*OF_MODEL, "--trainer.loss.type", "gspo_token"),
-        (*DISTIL, "--trainer.kl.reference", "b/teacher"),
-        (*DISTIL, *TEACHER),
-        (*BESIDE, *TEACHER, *DYNAMIC),
-        (*SAMPLES, *SFT),
-        (*SAMPLES, "--trainer.loss.type", "my_losses:imitate"),
-        # What a teacher samples is imitated by the whole distribution.
-        (*CUT, "--trainer.kl", *SAMPLES, *SFT),
-        mixed({"group_size": 1}, "--trainer.environments", '{"jsonl": {"advantage": "reinforce_pp"}}'),
-        mixed({"group_size": 9}, "--trainer.environments", '{"jsonl": {"advantage": {"type": "pass_at_k", "k": 9}}}'),
-        mixed({"seq_len": 500}, *PENALTY, "128"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flags", [
+    (*DYNAMIC, "--trainer.reward-model.name", "m", "--trainer.reward-model.rules-weight", "0.5"),
+    (*DYNAMIC, "--trainer.rewards.weights", '{"exact": 1, "reward": 0.1}'),
+    WEIGHTED, GAE, IN_REWARD, CUT,
+    (*PENALTY, "128"),
+    ("--trainer.advantage", "max_rl", "--trainer.rewards.clip", "1", "--trainer.rewards.scale", "running"),
+    (*PENALTY, "2000", *OWN),  # it may have several turns, and branches
+    (*PENALTY, "1000", *TOOLS),
+    (*GAE, "--trainer.loss.type", "gspo_token"),
+    (*OF_MODEL, "--trainer.loss.type", "gspo_token"),
+    (*DISTIL, "--trainer.kl.reference", "b/teacher"),
+    (*DISTIL, *TEACHER),
+    (*BESIDE, *TEACHER, *DYNAMIC),
+    (*SAMPLES, *SFT),
+    (*SAMPLES, "--trainer.loss.type", "my_losses:imitate"),
+    # What a teacher samples is imitated by the whole distribution.
+    (*CUT, "--trainer.kl", *SAMPLES, *SFT),
+    mixed({"group_size": 1}, "--trainer.environments", '{"jsonl": {"advantage": "reinforce_pp"}}'),
+    mixed({"group_size": 9}, "--trainer.environments", '{"jsonl": {"advantage": {"type": "pass_at_k", "k": 9}}}'),
+    mixed({"seq_len": 500}, *PENALTY, "128"),
+])  # fmt: skip
 def test_parts_of_a_run_that_fit_together_are_taken(flags: tuple[str, ...]) -> None:
     rl(*flags)
 
@@ -320,18 +311,15 @@ def test_a_dry_run_of_a_process_is_a_dry_run_of_all(process: str) -> None:
 SAME_PORT = ("--dashboard.port", "8100", "--inference.server.port", "8100")
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (SAME_PORT, "dashboard.port = 8100 is the port of inf"),
-        (("--trainer.dashboard.port", "8101", "--inference.server.port", "8100", "--inference.engines", "2"),
-         "dashboard.port = 8101 is the port of inference_1 as well"),
-        (("--dashboard.port", "8000"), ""),  # the server takes the next one
-        ((*SAME_PORT, "--dashboard.port", "0"), ""),
-        ((*SAME_PORT, "--cluster", "ray"), ""),
-        ((*SAME_PORT, "--orchestrator.client.urls", '["http://127.0.0.1:8000"]'), ""),  # no server is started
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "named"), [
+    (SAME_PORT, "dashboard.port = 8100 is the port of inf"),
+    (("--trainer.dashboard.port", "8101", "--inference.server.port", "8100", "--inference.engines", "2"),
+     "dashboard.port = 8101 is the port of inference_1 as well"),
+    (("--dashboard.port", "8000"), ""),  # the server takes the next one
+    ((*SAME_PORT, "--dashboard.port", "0"), ""),
+    ((*SAME_PORT, "--cluster", "ray"), ""),
+    ((*SAME_PORT, "--orchestrator.client.urls", '["http://127.0.0.1:8000"]'), ""),  # no server is started
+])  # fmt: skip
 def test_the_live_page_and_a_server_may_not_be_given_the_same_port(flags: tuple[str, ...], named: str) -> None:
     if named:
         assert disagreement(*flags).startswith(named)

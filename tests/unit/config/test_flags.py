@@ -147,13 +147,10 @@ def test_without_anything_a_command_says_how_to_begin(command: str, in_root: Pat
     assert all(line.strip().startswith(f"uv run {command}") for line in lines) and lines[-1].endswith("--help")
 
 
-@pytest.mark.parametrize(
-    ("command", "file", "right"),
-    [
-        ("sft", "rl", "rl"), ("rl", "sft", "sft"), ("sft", "dpo", "dpo"), ("dpo", "reward_model", "reward-model"),
-        ("rl", "evaluate", "evaluate"), ("rl", "orch", "rl --orchestrator"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "file", "right"), [
+    ("sft", "rl", "rl"), ("rl", "sft", "sft"), ("sft", "dpo", "dpo"), ("dpo", "reward_model", "reward-model"),
+    ("rl", "evaluate", "evaluate"), ("rl", "orch", "rl --orchestrator"),
+])  # fmt: skip
 def test_a_file_of_another_command_is_told_with_it(command: str, file: str, right: str, in_root: Path) -> None:
     path = f"configs/reverse_text/{file}.toml"
     with pytest.raises(ConfigError) as refused:
@@ -162,16 +159,13 @@ def test_a_file_of_another_command_is_told_with_it(command: str, file: str, righ
     assert str(refused.value).endswith(f"\n  uv run {right} @ {path}")
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--model", "some/model"], "--model is a section of settings. Did you mean --model.name some/model?"),
-        (
-            ["--eval.environments", "reverse_text"],
-            """an object of settings, such as {"id": VALUE}, got "reverse_text\"""",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--model", "some/model"], "--model is a section of settings. Did you mean --model.name some/model?"),
+    (
+        ["--eval.environments", "reverse_text"],
+        """an object of settings, such as {"id": VALUE}, got "reverse_text\"""",
+    ),
+])  # fmt: skip
 def test_a_plain_value_in_the_place_of_settings_is_told_with_the_setting(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         parse_command_line(SftConfig, argv)

@@ -41,13 +41,10 @@ def test_a_mark_holds_below_and_in_subclasses(model: type[BaseModel]) -> None:
     assert marked(_Replacing, Mark.RATE) == ("plain",) and marked(_Outer, Mark.RATE) == ()
 
 
-@pytest.mark.parametrize(
-    ("key", "mark", "has"),
-    [
-        ("section", Mark.FREE, True), ("section.other", Mark.FREE, True), ("sections", Mark.FREE, False),
-        ("plain", Mark.FREE, False), ("entries.mine.other", Mark.DEVICE, True), ("items[3].other", Mark.DEVICE, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "mark", "has"), [
+    ("section", Mark.FREE, True), ("section.other", Mark.FREE, True), ("sections", Mark.FREE, False),
+    ("plain", Mark.FREE, False), ("entries.mine.other", Mark.DEVICE, True), ("items[3].other", Mark.DEVICE, False),
+])  # fmt: skip
 def test_marks_are_found_by_the_keys_of_a_configuration(key: str, mark: Mark, has: bool) -> None:
     assert has_mark(_Outer, key, mark) == has
 

@@ -168,22 +168,19 @@ def test_null_and_switches_in_variables(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "variable HOLDFAST_DATA__PACK" in refused("sft")
 
 
-@pytest.mark.parametrize(
-    ("command", "name", "said"),
-    [
-        ("rl", "HOLDFAST_MAX_STEPSS", "Did you mean 'HOLDFAST_MAX_STEPS'?"),
-        ("rl", "HOLDFAST_LR", "Did you mean 'HOLDFAST_TRAINER__OPTIM__LR'?"),
-        ("sft", "HOLDFAST_TRAINER__OPTIM__LR", "Did you mean 'HOLDFAST_OPTIM__LR'?"),
-        ("rl", "HOLDFAST_TRAINER__OPTIM__LRR", "unknown key 'trainer.optim.lrr'. Did you mean 'lr'?"),
-        ("rl", "HOLDFAST_LEARNING_RATE", "Did you mean 'HOLDFAST_TRAINER__OPTIM__LR'?"),
-        ("rl", "HOLDFAST_ORCHESTRATOR__ENVIRONMENTS__0__ID", "HOLDFAST_ORCHESTRATOR__ENVIRONMENTS='[{...}]'"),
-        ("rl", "HOLDFAST_TRAINER__ENVIRONMENTS__Sums__WEIGHT", "HOLDFAST_TRAINER__ENVIRONMENTS='{...}'"),
-        ("rl", "HOLDFAST_max_steps", "write it in capitals, HOLDFAST_MAX_STEPS."),
-        ("rl", "HOLDFAST_TRAINER.OPTIM.LR", "write it in capitals, HOLDFAST_TRAINER__OPTIM__LR."),
-        ("rl", "HOLDFAST_UNLIKE_ANY", "no setting 'unlike_any'"),
-        ("rl", "HOLDFAST_", "sets nothing"),
-    ],
-)
+@pytest.mark.parametrize(("command", "name", "said"), [
+    ("rl", "HOLDFAST_MAX_STEPSS", "Did you mean 'HOLDFAST_MAX_STEPS'?"),
+    ("rl", "HOLDFAST_LR", "Did you mean 'HOLDFAST_TRAINER__OPTIM__LR'?"),
+    ("sft", "HOLDFAST_TRAINER__OPTIM__LR", "Did you mean 'HOLDFAST_OPTIM__LR'?"),
+    ("rl", "HOLDFAST_TRAINER__OPTIM__LRR", "unknown key 'trainer.optim.lrr'. Did you mean 'lr'?"),
+    ("rl", "HOLDFAST_LEARNING_RATE", "Did you mean 'HOLDFAST_TRAINER__OPTIM__LR'?"),
+    ("rl", "HOLDFAST_ORCHESTRATOR__ENVIRONMENTS__0__ID", "HOLDFAST_ORCHESTRATOR__ENVIRONMENTS='[{...}]'"),
+    ("rl", "HOLDFAST_TRAINER__ENVIRONMENTS__Sums__WEIGHT", "HOLDFAST_TRAINER__ENVIRONMENTS='{...}'"),
+    ("rl", "HOLDFAST_max_steps", "write it in capitals, HOLDFAST_MAX_STEPS."),
+    ("rl", "HOLDFAST_TRAINER.OPTIM.LR", "write it in capitals, HOLDFAST_TRAINER__OPTIM__LR."),
+    ("rl", "HOLDFAST_UNLIKE_ANY", "no setting 'unlike_any'"),
+    ("rl", "HOLDFAST_", "sets nothing"),
+])  # fmt: skip
 def test_a_variable_that_sets_nothing_is_named(
     command: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,16 +320,13 @@ def test_the_type_of_a_shared_section_comes_from_wherever_it_is_set(tmp_path: Pa
     assert config.trainer.weights.transport == "collective"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "argv", "said"),
-    [
-        ("TRAINER__OPTIM", '{"lr": "abc"}', (), "variable HOLDFAST_TRAINER__OPTIM: 'trainer.optim.lr'"),
-        ("ORCHESTRATOR__TEACHER__MODE", "logprobs", (), "variable HOLDFAST_ORCHESTRATOR__TEACHER__MODE: 'orch"),
-        ("SEED", "3", ("--trainer.optim", '{"lr": "abc"}'), "flag --trainer.optim: 'trainer.optim.lr'"),
-        ("TRAINER__LOSS__TYPE", "nosuch", (), "variable HOLDFAST_TRAINER__LOSS__TYPE: there is no 'nosuch'"),
-        ("CKPT", "null", ("--ckpt.interval", "3"), "HOLDFAST_CKPT unsets the section that flag --ckpt.interval sets"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "argv", "said"), [
+    ("TRAINER__OPTIM", '{"lr": "abc"}', (), "variable HOLDFAST_TRAINER__OPTIM: 'trainer.optim.lr'"),
+    ("ORCHESTRATOR__TEACHER__MODE", "logprobs", (), "variable HOLDFAST_ORCHESTRATOR__TEACHER__MODE: 'orch"),
+    ("SEED", "3", ("--trainer.optim", '{"lr": "abc"}'), "flag --trainer.optim: 'trainer.optim.lr'"),
+    ("TRAINER__LOSS__TYPE", "nosuch", (), "variable HOLDFAST_TRAINER__LOSS__TYPE: there is no 'nosuch'"),
+    ("CKPT", "null", ("--ckpt.interval", "3"), "HOLDFAST_CKPT unsets the section that flag --ckpt.interval sets"),
+])  # fmt: skip
 @pytest.mark.usefixtures("in_root")
 def test_an_error_names_who_gave_the_value_and_not_a_file_below(
     name: str, value: str, argv: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch

@@ -74,16 +74,13 @@ def test_a_server_for_this_machine_answers_to_its_names_alone(host: str) -> None
         assert ask(method, path, headers={"Host": host}, local=False).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("kind", "host", "comes_through"),
-    [
-        ("websocket", b"evil.example", False),
-        ("websocket", b"localhost:8000", True),
-        ("websocket", None, True),
-        ("http", None, True),  # HTTP/1.0; no browser leaves it out
-        ("lifespan", None, True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "host", "comes_through"), [
+    ("websocket", b"evil.example", False),
+    ("websocket", b"localhost:8000", True),
+    ("websocket", None, True),
+    ("http", None, True),  # HTTP/1.0; no browser leaves it out
+    ("lifespan", None, True),
+])  # fmt: skip
 def test_a_connection_of_any_kind_is_judged_by_its_host(kind: str, host: bytes | None, comes_through: bool) -> None:
     came, sent = [], []
 
@@ -114,14 +111,11 @@ def test_a_token_is_asked_for_wherever_one_is_set() -> None:
         assert ask("GET", "/metrics", token="S3CRET", local=local).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/scale_elastic_ep", "/is_scaling_elastic_ep", "/abort_requests", "/inference/v1/abort_requests", "/sleep",
-        "/collective_rpc", "/start_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-        "/update_weight_version", "/update_weights/", "//update_weights", "/fault_tolerance/recover",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("path", [
+    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/abort_requests", "/inference/v1/abort_requests", "/sleep",
+    "/collective_rpc", "/start_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/update_weight_version", "/update_weights/", "//update_weights", "/fault_tolerance/recover",
+])  # fmt: skip
 def test_what_else_vllm_can_change_is_no_route_of_this_server(path: str) -> None:
     assert ask("POST", path, headers=JSON, token="S3CRET").status_code == 404
     assert ask("PUT", path, headers={"Authorization": "Bearer S3CRET"}, token="S3CRET").status_code == 404
@@ -147,17 +141,13 @@ def test_bodies_have_a_bound() -> None:
     assert ids < largest_request(1_000_000) < 100_000_000
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"token_ids": "x"', b'{"token_ids": "x", "seeds": "\xff"}', b"\xff",
-        b'{"token_ids": [1], "seeds": [1], "max_tokens": 1, "temperature": 1e999}',
-        b'{"token_ids": [%s], "seeds": [1], "max_tokens": 1}' % (b"1" * 5000),
-        b'{"token_ids": %s1%s}' % (b"[" * 100_000, b"]" * 100_000),
-        b'{"unknown": %s1%s}' % (b"[" * 100_000, b"]" * 100_000), b'{"unknown": 1, "token_ids": ', b"[1]", b"",
-    ],
-    ids=range(10),
-)  # fmt: skip
+@pytest.mark.parametrize("body", [
+    b'{"token_ids": "x"', b'{"token_ids": "x", "seeds": "\xff"}', b"\xff",
+    b'{"token_ids": [1], "seeds": [1], "max_tokens": 1, "temperature": 1e999}',
+    b'{"token_ids": [%s], "seeds": [1], "max_tokens": 1}' % (b"1" * 5000),
+    b'{"token_ids": %s1%s}' % (b"[" * 100_000, b"]" * 100_000),
+    b'{"unknown": %s1%s}' % (b"[" * 100_000, b"]" * 100_000), b'{"unknown": 1, "token_ids": ', b"[1]", b"",
+], ids=range(10))  # fmt: skip
 def test_a_body_that_cannot_be_right_is_told_so(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         decode_body(body, GenerateRequest)

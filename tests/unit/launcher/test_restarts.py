@@ -151,17 +151,14 @@ _KILLED = f"os.kill(os.getpid(), {signal.SIGKILL:d})"
 _WHEN_GIVEN_UP = "while not Path('given_up').exists(): time.sleep(0.02)\n"
 
 
-@pytest.mark.parametrize(
-    "dies",
-    [
-        pytest.param(_KILLED, id="killed again and again"),
-        pytest.param(
-            "print('00:12:20 inference INFO loading vllm'); print('(EngineCore pid=1) Traceback (most recent call "
-            "last):'); print('(EngineCore pid=1) ValueError: no such head', flush=True); sys.exit(75)",
-            id="twice of the same exception",
-        ),
-    ],
-)
+@pytest.mark.parametrize("dies", [
+    pytest.param(_KILLED, id="killed again and again"),
+    pytest.param(
+        "print('00:12:20 inference INFO loading vllm'); print('(EngineCore pid=1) Traceback (most recent call "
+        "last):'); print('(EngineCore pid=1) ValueError: no such head', flush=True); sys.exit(75)",
+        id="twice of the same exception",
+    ),
+])  # fmt: skip
 def test_the_run_goes_on_without_a_server_that_dies_too_often_and_tries_it_in_the_next_attempt(
     stands: Stands, when: When, told: Told, dies: str
 ) -> None:

@@ -234,13 +234,10 @@ def test_a_program_that_is_asked_to_end_has_the_time_to_clear_up() -> None:
     ending.close()
 
 
-@pytest.mark.parametrize(
-    ("script", "is_killed"),
-    [
-        ("kill -KILL $$", True), ("sh -c 'kill -KILL $$'; exit $?", True), ("kill -SEGV $$", False), ("exit 0", False),
-        ("exit 1", False), ("exit 127", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("script", "is_killed"), [
+    ("kill -KILL $$", True), ("sh -c 'kill -KILL $$'; exit $?", True), ("kill -SEGV $$", False), ("exit 0", False),
+    ("exit 1", False), ("exit 127", False),
+])  # fmt: skip
 def test_a_program_that_was_killed_is_told_from_one_that_ended(script: str, is_killed: bool) -> None:
     ending = Ending()
     subprocess.run(ending.command("sh", "-c", script), check=False)

@@ -31,26 +31,20 @@ def exactness(place: Place) -> None:
     run_checks.exactness(place, "--deterministic", steps=4, is_exact=True)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(run_checks.starts, marks=pytest.mark.launch), device_checks.head,
-        device_checks.weights_on_streams,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("check", [
+    pytest.param(run_checks.starts, marks=pytest.mark.launch), device_checks.head,
+    device_checks.weights_on_streams,
+])  # fmt: skip
 def test_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> None:
     check(place)
     assert place.figures
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "check",
-    [
-        numbers, numbers_of_adapters, exactness, run_checks.offload, run_checks.checkpoints, run_checks.plans,
-        run_checks.ends, run_checks.preferences, run_checks.rl_over_a_journal,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("check", [
+    numbers, numbers_of_adapters, exactness, run_checks.offload, run_checks.checkpoints, run_checks.plans,
+    run_checks.ends, run_checks.preferences, run_checks.rl_over_a_journal,
+])  # fmt: skip
 def test_long_checks_pass_on_a_cpu(check: Callable[[Place], None], place: Place) -> None:
     check(place)
     assert place.figures

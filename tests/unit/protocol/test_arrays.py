@@ -49,16 +49,13 @@ def test_a_mask_counts_sampled_tokens_and_stretches(mask: list[bool]) -> None:
     assert (LossMask(mask).num_sampled, LossMask(mask).num_stretches) == (sum(mask), stretches)
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (b'{"token_ids":[1.5],"logprobs":[0],"loss_mask":[]}', "not TokenIds.*token_ids"),
-        (b'{"token_ids":[2147483648],"logprobs":[0],"loss_mask":[]}', "not TokenIds.*token_ids"),
-        (b'{"token_ids":[1],"logprobs":["a"],"loss_mask":[]}', "not Logprobs.*logprobs"),
-        (b'{"token_ids":[1],"logprobs":{},"loss_mask":[]}', "expected Logprobs, got dict.*logprobs"),
-        (b'{"token_ids":[1],"logprobs":[0],"loss_mask":[256]}', "not LossMask.*loss_mask"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "message"), [
+    (b'{"token_ids":[1.5],"logprobs":[0],"loss_mask":[]}', "not TokenIds.*token_ids"),
+    (b'{"token_ids":[2147483648],"logprobs":[0],"loss_mask":[]}', "not TokenIds.*token_ids"),
+    (b'{"token_ids":[1],"logprobs":["a"],"loss_mask":[]}', "not Logprobs.*logprobs"),
+    (b'{"token_ids":[1],"logprobs":{},"loss_mask":[]}', "expected Logprobs, got dict.*logprobs"),
+    (b'{"token_ids":[1],"logprobs":[0],"loss_mask":[256]}', "not LossMask.*loss_mask"),
+])  # fmt: skip
 def test_what_is_no_such_number_is_refused_by_its_place(answer: bytes, message: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=message):
         msgspec.json.decode(answer, type=Holder, dec_hook=decode_packed)
@@ -75,13 +72,10 @@ def test_bytes_are_whole_items_that_numpy_reads_and_what_is_not_packed_is_refuse
     assert np.asarray(LossMask([0, 1]), dtype=bool).tolist() == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("theirs", "expected"),
-    [
-        ([-1.0, -2.0, -3.0], 0.0), ([-1.5, -2.0, -2.0], 0.5), ([-1.0, -2.0], math.inf), ([], math.inf),
-        ([float("nan")] * 3, math.nan),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("theirs", "expected"), [
+    ([-1.0, -2.0, -3.0], 0.0), ([-1.5, -2.0, -2.0], 0.5), ([-1.0, -2.0], math.inf), ([], math.inf),
+    ([float("nan")] * 3, math.nan),
+])  # fmt: skip
 def test_a_deviation_is_a_mean_absolute_difference(theirs: list[float], expected: float) -> None:
     found = deviation(ParityPrompt([5, 6, 7, 8], [-1.0, -2.0, -3.0], 0.1), theirs)
     assert found == pytest.approx(expected, nan_ok=True)

@@ -31,14 +31,11 @@ def refusal(check: Callable[[], None]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "it has 0 bytes"), (struct.pack("<Q", 1 << 40), "or was cut: it has 8 bytes"),
-        (weights_of([1]), "its header cannot be read"), (weights_of({}), "its header cannot be read"),
-        (weights_of({"a": 3}), "its header cannot be read"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "said"), [
+    (b"", "it has 0 bytes"), (struct.pack("<Q", 1 << 40), "or was cut: it has 8 bytes"),
+    (weights_of([1]), "its header cannot be read"), (weights_of({}), "its header cannot be read"),
+    (weights_of({"a": 3}), "its header cannot be read"),
+])  # fmt: skip
 def test_weights_that_are_none_are_told_by_their_header(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     message = refusal(lambda: check_weights_path(str(tmp_path)))
@@ -193,20 +190,17 @@ def test_a_full_cache_is_not_a_missing_model(monkeypatch: pytest.MonkeyPatch) ->
 SCALED = {"rope_parameters": {"type": "linear", "factor": 4.0}}
 
 
-@pytest.mark.parametrize(
-    ("config", "args", "is_refused"),
-    [
-        ({"max_position_embeddings": 32, "rope_parameters": {"rope_type": "default"}}, {}, True),
-        ({"max_position_embeddings": 32}, {"hf_overrides": "{}"}, False),
-        ({"max_position_embeddings": 33}, {}, False),
-        # What vLLM has to interpret:
-        ([], {}, False),
-        ({"max_position_embeddings": "many"}, {}, False),
-        ({"max_position_embeddings": 8, "model_max_length": 64}, {}, False),
-        ({"max_position_embeddings": 8, **SCALED}, {}, False),
-        ({"max_position_embeddings": 8, "text_config": {"max_position_embeddings": 64}}, {}, False),
-    ],
-)
+@pytest.mark.parametrize(("config", "args", "is_refused"), [
+    ({"max_position_embeddings": 32, "rope_parameters": {"rope_type": "default"}}, {}, True),
+    ({"max_position_embeddings": 32}, {"hf_overrides": "{}"}, False),
+    ({"max_position_embeddings": 33}, {}, False),
+    # What vLLM has to interpret:
+    ([], {}, False),
+    ({"max_position_embeddings": "many"}, {}, False),
+    ({"max_position_embeddings": 8, "model_max_length": 64}, {}, False),
+    ({"max_position_embeddings": 8, **SCALED}, {}, False),
+    ({"max_position_embeddings": 8, "text_config": {"max_position_embeddings": 64}}, {}, False),
+])  # fmt: skip
 def test_more_positions_than_the_model_has_are_refused(
     config: object, args: dict[str, str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,14 +175,11 @@ def found(log: GenerationLog) -> list[int]:
     return [number for number, answer in enumerate(answers) if answer == completion(number)]
 
 
-@pytest.mark.parametrize(
-    ("place", "left", "message"),
-    [
-        (-1, [0, 1, 2, 3], r"generations_7\.log: \d+ bytes at record 5 \(offset \d+\): the torn end is cut"),
-        (600, [0, 1, 3, 4], r"\d+ bytes at record 3 \(offset \d+\): they are damaged and passed over"),
-        (20, [], r"generations_7\.log has no header, or one of other weights"),
-    ],
-)
+@pytest.mark.parametrize(("place", "left", "message"), [
+    (-1, [0, 1, 2, 3], r"generations_7\.log: \d+ bytes at record 5 \(offset \d+\): the torn end is cut"),
+    (600, [0, 1, 3, 4], r"\d+ bytes at record 3 \(offset \d+\): they are damaged and passed over"),
+    (20, [], r"generations_7\.log has no header, or one of other weights"),
+])  # fmt: skip
 def test_a_damaged_log_of_generations_is_said_and_the_rest_used(
     place: int, left: list[int], message: str, run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:

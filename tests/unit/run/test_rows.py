@@ -175,26 +175,23 @@ def test_splits_are_chosen_by_the_names_of_files_if_all_tell_one(tmp_path: Path)
     assert "has the splits ['train']" in refused(tmp_path, split="test")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", b'{"a": 1}\n\n{"a": {"b": 1, "b": 2}}\n', "row 3 has the key 'b' twice in one object"),
-        ("a.json", b'[{"a": 1},\n {"a": "x", "b": 1, "a": ""}]', "row 2 has the key 'a' twice in one object"),
-        ("a.json", b'{\n "conversations": [\n  {"from": "human"}\n ]\n}\n', "goes over several lines, from row 1 on"),
-        ("a.json", b'{"version": 1, "data": [{"messages": []}]}', "holds its rows under the key 'data'"),
-        ("a.json", b'{\n"rows": [{"text": "a"}]}', "holds its rows under the key 'rows'"),
-        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run `git lfs pull`"),
-        ("a.jsonl.gz", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run `git lfs pull`"),
-        ("a.yaml", b"- text: a\n", "is YAML, which holds settings"),
-        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd and no more", "could not be read"),
-        ("a.arrow", b"ARROW1 and no more", "could not be read"),
-        ("a.csv", b"a,b\n1,2,3\n", "row 2 has 3 values, and the first line names 2 columns"),
-        ("a.csv", b"a,a\n1,2\n", "must name each column once"),
-        ("a.csv", b"a;b\n1;2\n", "its columns are divided by ';', expected ','"),
-        ("a.csv", b'a,b\n1,2\n3,"\n', "line 3 is not CSV"), ("a.csv", b"a,b\n1,\xff\n", "line 2 is not UTF-8"),
-        ("a.csv", b"a,b\n", "holds no rows"), ("d/a.jsonl", b'{"a": 1}\n[', "a.jsonl, row 2 is not JSON"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.jsonl", b'{"a": 1}\n\n{"a": {"b": 1, "b": 2}}\n', "row 3 has the key 'b' twice in one object"),
+    ("a.json", b'[{"a": 1},\n {"a": "x", "b": 1, "a": ""}]', "row 2 has the key 'a' twice in one object"),
+    ("a.json", b'{\n "conversations": [\n  {"from": "human"}\n ]\n}\n', "goes over several lines, from row 1 on"),
+    ("a.json", b'{"version": 1, "data": [{"messages": []}]}', "holds its rows under the key 'data'"),
+    ("a.json", b'{\n"rows": [{"text": "a"}]}', "holds its rows under the key 'rows'"),
+    ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run `git lfs pull`"),
+    ("a.jsonl.gz", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run `git lfs pull`"),
+    ("a.yaml", b"- text: a\n", "is YAML, which holds settings"),
+    ("a.jsonl.zst", b"\x28\xb5\x2f\xfd and no more", "could not be read"),
+    ("a.arrow", b"ARROW1 and no more", "could not be read"),
+    ("a.csv", b"a,b\n1,2,3\n", "row 2 has 3 values, and the first line names 2 columns"),
+    ("a.csv", b"a,a\n1,2\n", "must name each column once"),
+    ("a.csv", b"a;b\n1;2\n", "its columns are divided by ';', expected ','"),
+    ("a.csv", b'a,b\n1,2\n3,"\n', "line 3 is not CSV"), ("a.csv", b"a,b\n1,\xff\n", "line 2 is not UTF-8"),
+    ("a.csv", b"a,b\n", "holds no rows"), ("d/a.jsonl", b'{"a": 1}\n[', "a.jsonl, row 2 is not JSON"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_named_with_its_place(name: str, content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)

@@ -238,21 +238,18 @@ def commit(directory: Path, step: int) -> Path:
     return checkpoint_files.commit(write(directory, "trainer/.metadata", "trainer/__0_0.distcp"), "checkpoint", step)
 
 
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (["trainer/.metadata", "trainer/__0_0.distcp", "manifest.json"], Kind.CHECKPOINT),
-        (["trainer/.metadata"], Kind.CHECKPOINT), (["manifest.json"], Kind.CHECKPOINT),
-        ([".metadata", "__0_0.distcp"], Kind.DCP), ([".metadata", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
-        ([".metadata", "pytorch_model.bin"], Kind.DCP),
-        (["trainer/.metadata", "manifest.json", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
-        (["config.json", "model.safetensors", "manifest.json"], Kind.WEIGHTS),
-        (["config.json", "model.safetensors"], Kind.HUGGING_FACE),
-        (["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], Kind.HUGGING_FACE),
-        (["config.json", "pytorch_model.bin"], Kind.PICKLED), (["config.json"], Kind.UNKNOWN),
-        (["model.safetensors"], Kind.UNKNOWN), (["checkpoints/step_1/manifest.json", "run.json"], Kind.UNKNOWN),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "kind"), [
+    (["trainer/.metadata", "trainer/__0_0.distcp", "manifest.json"], Kind.CHECKPOINT),
+    (["trainer/.metadata"], Kind.CHECKPOINT), (["manifest.json"], Kind.CHECKPOINT),
+    ([".metadata", "__0_0.distcp"], Kind.DCP), ([".metadata", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
+    ([".metadata", "pytorch_model.bin"], Kind.DCP),
+    (["trainer/.metadata", "manifest.json", "config.json", "model.safetensors"], Kind.AMBIGUOUS),
+    (["config.json", "model.safetensors", "manifest.json"], Kind.WEIGHTS),
+    (["config.json", "model.safetensors"], Kind.HUGGING_FACE),
+    (["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], Kind.HUGGING_FACE),
+    (["config.json", "pytorch_model.bin"], Kind.PICKLED), (["config.json"], Kind.UNKNOWN),
+    (["model.safetensors"], Kind.UNKNOWN), (["checkpoints/step_1/manifest.json", "run.json"], Kind.UNKNOWN),
+])  # fmt: skip
 def test_kinds_are_told_apart_by_names(names: list[str], kind: Kind, tmp_path: Path) -> None:
     assert kind_of(write(tmp_path / "it", *names)) is kind
     for ending, of_file in ((".safetensors", Kind.TENSORS), (".pt", Kind.PICKLED), (".txt", Kind.UNKNOWN)):
@@ -315,14 +312,11 @@ def test_entries_are_committed_damaged_or_torn_and_strangers_are_left_out(tmp_pa
 # Which step is the best.
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "lower"),
-    [
-        ("min:reward/mean", "reward/mean", True), ("max:loss", "loss", False), ("val/loss", "val/loss", True),
-        ("reward/mean", "reward/mean", False), ("mismatch_kl", "mismatch_kl", True), ("accuracy", "accuracy", False),
-        ("eval/perplexity", "eval/perplexity", True), ("other:name", "other:name", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "name", "lower"), [
+    ("min:reward/mean", "reward/mean", True), ("max:loss", "loss", False), ("val/loss", "val/loss", True),
+    ("reward/mean", "reward/mean", False), ("mismatch_kl", "mismatch_kl", True), ("accuracy", "accuracy", False),
+    ("eval/perplexity", "eval/perplexity", True), ("other:name", "other:name", False),
+])  # fmt: skip
 def test_the_best_metric_is_read_with_its_direction(text: str, name: str, lower: bool) -> None:
     assert BestMetric.parse(text) == BestMetric(name, lower)
 

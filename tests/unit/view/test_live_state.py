@@ -107,24 +107,21 @@ def test_checkpoints_are_those_with_a_manifest(run_dir: RunDir) -> None:
 RL = {"time/step": 10.0, "time/batch": 10.0}
 
 
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        (RL | {"time/wait_for_batch": 6.2, "time/generate": 9.0, "engine/idle_share": 0.1},
-         "bottleneck: generation (trainer waits 62 % of a step)"),
-        (RL | {"time/wait_for_batch": 5.0, "time/generate": 1.0, "time/update_weights": 4.0},
-         "bottleneck: weight update (trainer waits 50 % of a step)"),
-        (RL | {"time/wait_for_batch": 5.0, "time/generate": 1.0, "time/evaluate": 4.0},
-         "bottleneck: evaluation (trainer waits 50 % of a step)"),
-        (RL | {"time/wait_for_batch": 0.1, "engine/idle_share": 0.4},
-         "bottleneck: training (engines are idle 40 % of the time)"),
-        (RL | {"time/wait_for_batch": 0.5, "engine/idle_share": 0.08},
-         "no bottleneck (trainer waits 5 % of a step, engines 8 % idle)"),
-        ({"time/step": 1.0, "time/checkpoint": 0.3}, "bottleneck: checkpoints (training waits 30 % of the time for a "
-         "save)"),
-        ({}, None), ({"time/step": None}, None), ({"time/step": 1.0, "time/checkpoint": 0.01}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("metrics", "said"), [
+    (RL | {"time/wait_for_batch": 6.2, "time/generate": 9.0, "engine/idle_share": 0.1},
+     "bottleneck: generation (trainer waits 62 % of a step)"),
+    (RL | {"time/wait_for_batch": 5.0, "time/generate": 1.0, "time/update_weights": 4.0},
+     "bottleneck: weight update (trainer waits 50 % of a step)"),
+    (RL | {"time/wait_for_batch": 5.0, "time/generate": 1.0, "time/evaluate": 4.0},
+     "bottleneck: evaluation (trainer waits 50 % of a step)"),
+    (RL | {"time/wait_for_batch": 0.1, "engine/idle_share": 0.4},
+     "bottleneck: training (engines are idle 40 % of the time)"),
+    (RL | {"time/wait_for_batch": 0.5, "engine/idle_share": 0.08},
+     "no bottleneck (trainer waits 5 % of a step, engines 8 % idle)"),
+    ({"time/step": 1.0, "time/checkpoint": 0.3}, "bottleneck: checkpoints (training waits 30 % of the time for a "
+     "save)"),
+    ({}, None), ({"time/step": None}, None), ({"time/step": 1.0, "time/checkpoint": 0.01}, None),
+])  # fmt: skip
 def test_the_bottleneck_is_said_in_words_where_something_tells(metrics: dict[str, float], said: str | None) -> None:
     found = find_bottleneck([metrics, metrics])
     if found is None:

@@ -65,15 +65,12 @@ def test_numbers_beyond_all_floats_are_compared() -> None:
     assert is_near(long, long) and not is_near(long, other) and number("1" * 400 + "/3", "5") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("3-8", ["3", "8"]), ("COVID-19", ["19"]), ("2024-05-12", ["2024", "5", "12"]),
-        ("in 2024 300 people", ["2024", "300"]), ("x^2 = 9", ["2", "9"]), ("1,234,56", ["1", "234", "56"]),
-        ("1.5,2.5", ["1.5", "2.5"]), ("v1.2.3", ["1", "2", "3"]), ("1e99999999999999999999 and 1/0, 10^5000000 %", []),
-        ("5" * 5000, ["5" * 5000]), ("12/05/2024", ["12", "5", "2024"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "values"), [
+    ("3-8", ["3", "8"]), ("COVID-19", ["19"]), ("2024-05-12", ["2024", "5", "12"]),
+    ("in 2024 300 people", ["2024", "300"]), ("x^2 = 9", ["2", "9"]), ("1,234,56", ["1", "234", "56"]),
+    ("1.5,2.5", ["1.5", "2.5"]), ("v1.2.3", ["1", "2", "3"]), ("1e99999999999999999999 and 1/0, 10^5000000 %", []),
+    ("5" * 5000, ["5" * 5000]), ("12/05/2024", ["12", "5", "2024"]),
+])  # fmt: skip
 def test_other_texts_are_read_as_they_stand(text: str, values: list[str]) -> None:
     assert [one.value for one in read_numbers(text)] == [Decimal(value) for value in values] and plain(text) == text
 

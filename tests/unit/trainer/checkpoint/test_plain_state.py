@@ -425,25 +425,21 @@ def with_global_state() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: {"thing": 3}, "'thing' is a int: a checkpoint takes modules, optimizers, dicts"),
-        (lambda: {"a.b": {}}, "'a.b' has a dot"),
-        (lambda: {"values": {"x": ["\ud800"]}}, r"values.x\[0\]: character 0 of '.ud800' is half of a surrogate pair"),
-        (lambda: {"values": {"x": type("Pair", (tuple,), {"_fields": ()})()}}, "a Pair, which is not a class of the"),
-        (lambda: {"values": {"x": defaultdict(lambda: 1)}}, "a defaultdict whose factory has no name"),
-        (lambda: {"values": {"x": torch.zeros(1, device="meta")}}, "'values.x' is on the meta device"),
-        (lambda: {"model": nn.Linear(1, 1, device="meta")}, "'model.weight' is on the meta device"),
-        (lambda: {"model": nn.ParameterList([OfAnotherClass(torch.zeros(1))])}, "'model.0' is a OfAnotherClass"),
-        (lambda: {"values": {"when": {1, 2}}}, "values.when is a set"),
-        (lambda: {"thing": WITH_STATE}, r"thing.inner\[0\] is a object"),
-        (lambda: {"model": nn.Sequential(ExtraState(1, 1))}, "the module '0' .ExtraState. has extra state"),
-        (lambda: {"model": nn.ParameterList([torch.eye(2).to_sparse()])}, "'model.0' is a sparse tensor"),
-        (with_global_state, "'optimizer' .SGD. keeps state under 'shared'"),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: {"thing": 3}, "'thing' is a int: a checkpoint takes modules, optimizers, dicts"),
+    (lambda: {"a.b": {}}, "'a.b' has a dot"),
+    (lambda: {"values": {"x": ["\ud800"]}}, r"values.x\[0\]: character 0 of '.ud800' is half of a surrogate pair"),
+    (lambda: {"values": {"x": type("Pair", (tuple,), {"_fields": ()})()}}, "a Pair, which is not a class of the"),
+    (lambda: {"values": {"x": defaultdict(lambda: 1)}}, "a defaultdict whose factory has no name"),
+    (lambda: {"values": {"x": torch.zeros(1, device="meta")}}, "'values.x' is on the meta device"),
+    (lambda: {"model": nn.Linear(1, 1, device="meta")}, "'model.weight' is on the meta device"),
+    (lambda: {"model": nn.ParameterList([OfAnotherClass(torch.zeros(1))])}, "'model.0' is a OfAnotherClass"),
+    (lambda: {"values": {"when": {1, 2}}}, "values.when is a set"),
+    (lambda: {"thing": WITH_STATE}, r"thing.inner\[0\] is a object"),
+    (lambda: {"model": nn.Sequential(ExtraState(1, 1))}, "the module '0' .ExtraState. has extra state"),
+    (lambda: {"model": nn.ParameterList([torch.eye(2).to_sparse()])}, "'model.0' is a sparse tensor"),
+    (with_global_state, "'optimizer' .SGD. keeps state under 'shared'"),
+], ids=lambda value: value[:40] if isinstance(value, str) else "")  # fmt: skip
 def test_what_cannot_be_saved_is_refused(make: Callable[[], dict[str, Any]], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         save_state(tmp_path / "saved", make())
@@ -461,17 +457,13 @@ def renamed(old: str, new: str) -> dict[str, Any]:
     return {new if name == old else name: part for name, part in whole_state().items()}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: renamed("model", "net"), r"lacks .*net\.first\.bias"),
-        (lambda: renamed("optimizer", "opt"), r"values of \['optimizer', 'progress'\]"),
-        (lambda: renamed("progress", "count"), r"\['count', 'optimizer'\]"),
-        (lambda: whole_state(model=nn.Linear(2, 2)), "does not fit this model"),
-        (lambda: whole_state(extra={}), "the names that it was saved with"),
-    ],
-    ids=["model", "optimizer", "dict", "another model", "one more"],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: renamed("model", "net"), r"lacks .*net\.first\.bias"),
+    (lambda: renamed("optimizer", "opt"), r"values of \['optimizer', 'progress'\]"),
+    (lambda: renamed("progress", "count"), r"\['count', 'optimizer'\]"),
+    (lambda: whole_state(model=nn.Linear(2, 2)), "does not fit this model"),
+    (lambda: whole_state(extra={}), "the names that it was saved with"),
+], ids=["model", "optimizer", "dict", "another model", "one more"])  # fmt: skip
 def test_other_names_are_refused(make: Callable[[], dict[str, Any]], message: str, tmp_path: Path) -> None:
     save_state(tmp_path / "saved", whole_state())
     state = make()
