@@ -1,3 +1,5 @@
+"""Settings of `trainer` that advantages need."""
+
 from typing import Any
 
 ONLINE_DPO_LOSS = {"type": "policy_gradient", "ratio_to": "old", "aggregation": "constant", "constant_tokens": 1,

@@ -1,3 +1,5 @@
+"""What the processes of an attempt leave: settings, and what they say."""
+
 import json
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""A storage that does not give what lies on it."""
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Finished evaluations of a run, as files."""
+
 from typing import Any
 
 from holdfast.orchestrator.evaluation.statistics import EnvironmentSummary, Estimate, Summary

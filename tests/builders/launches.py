@@ -1,3 +1,5 @@
+"""A start of `rl` up to its first process."""
+
 from holdfast.config import RlConfig
 from holdfast.launcher.resume.attempt import Attempt, write_config
 from holdfast.launcher.resume.prepare import prepare

@@ -1,3 +1,5 @@
+"""The input of policy losses, for tests that are about some of it."""
+
 from typing import Any
 
 import torch

@@ -1,3 +1,5 @@
+"""Rollouts as the orchestrator makes them, for tests that only care for some of what they hold."""
+
 from collections.abc import Sequence
 from typing import Any
 

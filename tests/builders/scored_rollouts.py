@@ -1,3 +1,5 @@
+"""Rollouts as advantages see them, for tests that only care for some of what they hold."""
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Sessions whose policy says what a test gives it."""
+
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 

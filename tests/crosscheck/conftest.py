@@ -1,3 +1,5 @@
+"""What the comparisons with other implementations share."""
+
 import importlib
 from pathlib import Path
 from types import ModuleType

@@ -1,3 +1,5 @@
+"""Real orchestrators for tests of faults, in processes of their own."""
+
 from pathlib import Path
 from typing import Any
 

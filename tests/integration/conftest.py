@@ -1,3 +1,5 @@
+"""What the tests of `rl` share: an inference server of each kind, and the run that nothing disturbs."""
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self

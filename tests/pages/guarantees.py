@@ -1,3 +1,5 @@
+"""docs/guarantees.md as the tests read it: its claims, and the footnotes that name a test for each."""
+
 import ast
 import itertools
 import re

@@ -1,3 +1,5 @@
+"""The names of docs/metrics.md, against which the metrics of real runs are held."""
+
 import re
 from collections.abc import Iterable
 

@@ -1,3 +1,5 @@
+"""A browser without a window, for pages that are opened, scrolled and looked at."""
+
 import fcntl
 import itertools
 import json

@@ -1,3 +1,5 @@
+"""Looking at the page of a run as a browser does."""
+
 import http.client
 import json
 import re

@@ -1,3 +1,5 @@
+"""Ports for what tests start."""
+
 import secrets
 import socket
 from pathlib import Path

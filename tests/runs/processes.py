@@ -1,3 +1,5 @@
+"""What tests ask of processes that may end at any moment."""
+
 import os
 import signal
 import sys

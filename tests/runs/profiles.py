@@ -1,3 +1,5 @@
+"""What tests ask of the traces of a profile: that each is whole, and marks the steps and the phases of the run."""
+
 from __future__ import annotations
 
 import gzip

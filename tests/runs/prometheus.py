@@ -1,3 +1,5 @@
+"""Reading an endpoint as Prometheus does."""
+
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

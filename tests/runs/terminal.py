@@ -1,3 +1,5 @@
+"""A command in a terminal of its own: what is on the screen, keys, and changes of its size."""
+
 from __future__ import annotations
 
 import fcntl

@@ -1,3 +1,5 @@
+"""What several unit tests share: an empty run directory, states to save, commands run in this process."""
+
 from __future__ import annotations
 
 import random

@@ -1,3 +1,5 @@
+"""What the tests of the orchestrator share: servers that fail are asked again soon."""
+
 import pytest
 
 from holdfast.orchestrator.client import pool

@@ -1,3 +1,5 @@
+"""What the tests of programs share: a process group, and runs in this process that leave nothing to later tests."""
+
 from collections.abc import Iterator
 from pathlib import Path
 
