@@ -66,7 +66,7 @@ def test_ranks_with_experts_of_their_own_train_as_one_does(
 
 
 @pytest.mark.parametrize("run", ["adamw", "compact"])
-def test_ranks_with_own_experts_go_on_in_equal_bits(
+def test_ranks_with_experts_of_their_own_go_on_with_equal_bits(
     run: str, experts_by_rank: list[dict[tuple[str, str], Found]]
 ) -> None:
     for rank in experts_by_rank:

@@ -67,7 +67,7 @@ def test_verifiers_train_through_deaths(rl_server: UsedServer, tmp_path: Path, m
 
 @pytest.mark.timeout(900)
 @needs_verifiers
-def test_the_section_of_verifiers_trains(
+def test_the_documented_section_of_verifiers_trains(
     rl_server: UsedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Word for word, except the names: the harness `null`, which streams."""

@@ -45,7 +45,7 @@ def test_a_short_run_trains_on_what_vllm_samples(vllm_server: UsedServer, tmp_pa
         trace(run.run_dir, step="2", index=0, server=vllm_server.handle.url)
 
 
-def test_turns_that_stop_texts_end_are_trained_as_sampled_through_a_death(
+def test_turns_that_stop_texts_end_are_trained_as_sampled_also_through_a_death(
     vllm_server: UsedServer, tmp_path: Path
 ) -> None:
     """In two turns and in rounds, so that a turn follows a stop text, and a stop text may lie across two parts."""

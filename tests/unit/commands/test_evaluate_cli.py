@@ -67,7 +67,7 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: Command, tmp_path: 
     (("--compare", "a", "b", "--confidence", "2"), "--confidence 2 is not between 0.5 and 1"),
     (("--compare", "a", "b", "--answers", "-1"), "--answers -1 is below 0"),
 ])  # fmt: skip
-def test_a_mistake_is_told_before_a_start(
+def test_a_mistake_is_told_before_anything_starts(
     flags: tuple[str, ...], said: str, refused: Refused, in_tmp_path: Path
 ) -> None:
     assert said in refused("evaluate", *flags) and not (in_tmp_path / "evaluation").exists()

@@ -232,7 +232,7 @@ def test_export_writes_nothing_when_a_batch_is_damaged(rollouts: Command, run_di
     assert (code, out) == (2, "") and "orchestrator.json is damaged" in err and list(target.parent.iterdir()) == []
 
 
-def test_a_failed_export_is_nothing(
+def test_export_that_fails_leaves_nothing(
     rollouts: Command, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: Path) -> None:

@@ -351,7 +351,7 @@ OF_POLICY_GRADIENT = "[loss]\ntype = 'policy_gradient'\nratio_max = 3\n"
      "'collective'"),
     ("", "--loss.correction.high 0.5 --loss.correction.type mask", "flag --loss.correction.high should be greater"),
 ])  # fmt: skip
-def test_a_setting_of_another_type_is_told_which_types_have_it(
+def test_a_setting_of_another_type_is_refused_with_the_types_that_have_it(
     file: str, flags: str, said: str, in_tmp_path: Path
 ) -> None:
     (in_tmp_path / "trainer.toml").write_text(file)

@@ -181,7 +181,7 @@ def test_null_and_switches_in_variables(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ("rl", "HOLDFAST_UNLIKE_ANY", "no setting 'unlike_any'"),
     ("rl", "HOLDFAST_", "sets nothing"),
 ])  # fmt: skip
-def test_a_variable_that_sets_nothing_is_named(
+def test_a_variable_that_sets_nothing_is_refused_by_name(
     command: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "5")

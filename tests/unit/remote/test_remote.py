@@ -321,7 +321,7 @@ class TestFetch:
         with pytest.raises(CheckpointError, match=r"step_9 is a checkpoint of another run \(other\)"):
             prepare(SftConfig.model_validate(settings), clean=False, dry_run=False)
 
-    def test_a_newer_step_of_another_run_is_refused_on_an_empty_machine(
+    def test_a_newer_step_of_another_run_in_the_store_is_refused_on_an_empty_machine(
         self, url: str, empty: RunDir, tmp_path: Path
     ) -> None:
         assert fetch(url, empty, "latest") == 3
@@ -512,7 +512,7 @@ class TestUploader:
         with pytest.raises(CheckpointError, match="weights/step_0/manifest.json cannot be read: No such file"):
             uploader.close()
 
-    def test_whose_it_is_comes_first(
+    def test_no_step_comes_before_whose_it_is(
         self, here: RunDir, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         here.create()

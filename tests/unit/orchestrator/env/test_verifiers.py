@@ -60,7 +60,7 @@ def test_an_interpreter_without_verifiers_is_refused_with_what_makes_one() -> No
 
 @pytest.mark.launch
 @needs_verifiers
-def test_settings_are_of_verifiers_and_what_cannot_load_says_why(
+def test_settings_are_those_of_verifiers_and_what_cannot_be_loaded_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="no_such_thing.*Extra inputs are not permitted"):

@@ -144,7 +144,7 @@ def test_a_way_out_is_named_once_with_its_reason(kernel: PerSample, said: list[s
 
 @without_marks
 @pytest.mark.parametrize("dtypes", [{torch.float32}, {torch.bfloat16}, None])
-def test_choosing_breaks_no_graph(
+def test_choosing_breaks_no_compiled_graph(
     dtypes: set[torch.dtype] | None, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     def plain(query_THD: Tensor, _: Tensor, value_EKD: Tensor, *_others: object, **__: object) -> Tensor:
