@@ -1,3 +1,5 @@
+"""The benchmarks that train beside TRL and plain loops, at toy size: ratios, curves and tables."""
+
 import csv
 import json
 import re

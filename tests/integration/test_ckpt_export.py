@@ -1,3 +1,5 @@
+"""`ckpt show` and `export` on real runs of two ranks: in bfloat16, and of experts."""
+
 import io
 import json
 import shutil

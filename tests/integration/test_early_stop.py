@@ -1,3 +1,5 @@
+"""Early stopping: a run ends when its metric does not improve, at the same step and with the same bits after kills."""
+
 import json
 import os
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""`evaluate` over real servers, and killed."""
+
 import json
 import os
 import shutil

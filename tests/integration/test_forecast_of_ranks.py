@@ -1,3 +1,5 @@
+"""What a dry run forecasts is what real ranks need and send."""
+
 from pathlib import Path
 from typing import Any
 

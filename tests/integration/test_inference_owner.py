@@ -1,3 +1,5 @@
+"""A server, with either engine, and the runs that want it: what it serves only to whom, and whose it is."""
+
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The server as a process: every death is clean or loud."""
+
 import functools
 import json
 import os

@@ -1,3 +1,5 @@
+"""The wheel in an environment of its own, in a directory with files of unlucky names."""
+
 import os
 import shutil
 import subprocess

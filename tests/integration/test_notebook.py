@@ -1,3 +1,5 @@
+"""The notebook of the examples, whose kernel is killed: the same cells continue its runs, and the bits are the same."""
+
 import signal
 import threading
 from pathlib import Path

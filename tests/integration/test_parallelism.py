@@ -1,3 +1,5 @@
+"""Four ranks divided in several ways train as one rank does."""
+
 from pathlib import Path
 
 import pytest

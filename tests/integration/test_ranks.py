@@ -1,3 +1,5 @@
+"""Two ranks read data and weights, save, and compute with every family, as one does."""
+
 import json
 from pathlib import Path
 from typing import Any

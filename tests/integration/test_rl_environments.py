@@ -1,3 +1,5 @@
+"""Harnesses, environments of verifiers and faulty environments in real runs: through deaths, and trained on."""
+
 import json
 import math
 import os

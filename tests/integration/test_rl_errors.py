@@ -1,3 +1,5 @@
+"""What goes wrong in a run is told in one message, and nothing is lost or broken by it."""
+
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

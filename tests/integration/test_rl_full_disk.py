@@ -1,3 +1,5 @@
+"""The disk under an rl run fills up: the run waits, and goes on by itself, or gives up after its time."""
+
 import re
 from collections.abc import Iterator
 from pathlib import Path

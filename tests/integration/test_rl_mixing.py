@@ -1,3 +1,5 @@
+"""Mixed environments with settings of their own, and every part of the state at once, in real runs that are killed."""
+
 from collections import Counter
 from pathlib import Path
 

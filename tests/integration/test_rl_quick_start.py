@@ -1,3 +1,5 @@
+"""The quick start as a user runs it: `rl` starts the server itself, the reward rises, nothing stays behind."""
+
 import signal
 from pathlib import Path
 from statistics import mean

@@ -1,3 +1,5 @@
+"""Two quick starts of the same moment, and an engine that is killed between two turns."""
+
 import os
 import re
 import shutil

@@ -1,3 +1,5 @@
+"""`rl` on two ranks trains as on one."""
+
 from pathlib import Path
 
 import pytest

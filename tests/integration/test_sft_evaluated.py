@@ -1,3 +1,5 @@
+"""`sft` that is evaluated while it trains: each due step once, whatever is killed, and the weights of a plain run."""
+
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Weights by collective: an engine takes them from the trainer's memory, with the bits of the directory."""
+
 import re
 import signal
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The commands as a user meets them: their table, help, dry runs, exit codes, refusals, and where output goes."""
+
 import errno
 import io
 import json

@@ -1,3 +1,5 @@
+"""The commands as functions of Python: which command line they stand for, and what they refuse before they start it."""
+
 import json
 import subprocess
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""A tokenizer of a model on the hub: what is there, what is not, and what nobody knows."""
+
 import io
 import json
 import os

@@ -1,3 +1,5 @@
+"""Tool calls: the same tokens for every way to write them, in each template that reads calls; else a refusal."""
+
 import importlib.util
 import json
 import math

@@ -1,3 +1,5 @@
+"""The command `chat`: which weights it takes, what it says of the rest, and a talk with the model of the example."""
+
 import subprocess
 import sys
 from pathlib import Path

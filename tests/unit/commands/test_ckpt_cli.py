@@ -1,3 +1,5 @@
+"""`ckpt ls`, `verify` and the command line, on checkpoints of a real run; and what is around torch."""
+
 import errno
 import json
 import os

@@ -1,3 +1,5 @@
+"""The command `environments`: what it lists, writes, finds wrong and plays."""
+
 import datetime
 import enum
 import json

@@ -1,3 +1,5 @@
+"""The command `evaluate` up to where it starts something, and what it shows of results."""
+
 import json
 import shutil
 from pathlib import Path

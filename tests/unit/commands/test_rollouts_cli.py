@@ -1,3 +1,5 @@
+"""The command `rollouts` on a journal of its own: what it shows, exports, and refuses."""
+
 import json
 import subprocess
 import sys

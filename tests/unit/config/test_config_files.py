@@ -1,3 +1,5 @@
+"""The command line: files from left to right, sections from files, flags over files, and every error."""
+
 import json
 import math
 import os

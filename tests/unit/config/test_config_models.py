@@ -1,3 +1,5 @@
+"""Every configuration model: documented, and the same after being written as TOML and read again."""
+
 import math
 import typing
 from collections.abc import Iterator

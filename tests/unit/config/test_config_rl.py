@@ -1,3 +1,5 @@
+"""`rl`: settings that several processes share are handed down, and disagreement is an error."""
+
 import json
 from pathlib import Path
 from typing import Any

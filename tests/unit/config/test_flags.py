@@ -1,3 +1,5 @@
+"""Flags: help, those of other programs and misspelt ones, what was given, and the table of the docs."""
+
 import ast
 import json
 import re

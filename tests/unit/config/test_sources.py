@@ -1,3 +1,5 @@
+"""Flags over the environment over files over defaults: who wins, what an error says, and where a setting came from."""
+
 import ast
 import json
 import re

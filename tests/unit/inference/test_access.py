@@ -1,3 +1,5 @@
+"""Who may use which routes of the inference server, and how long what they send may be."""
+
 import asyncio
 import resource
 from collections.abc import AsyncIterator

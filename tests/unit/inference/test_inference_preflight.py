@@ -1,3 +1,5 @@
+"""Checks before vLLM is imported, and what is exported by then."""
+
 import ast
 import os
 import re

@@ -1,3 +1,5 @@
+"""A server has one owner: who may push to it, when that ends, and who is told what."""
+
 import pytest
 
 from holdfast.inference.access import Ownership, RequestError

@@ -1,3 +1,5 @@
+"""What a server says about its health while weights arrive, after they were torn, and when its engine has died."""
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

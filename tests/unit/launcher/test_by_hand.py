@@ -1,3 +1,5 @@
+"""Parts of a run that are started by hand: they take the journal along, and each is there once."""
+
 import errno
 import fcntl
 import os

@@ -1,3 +1,5 @@
+"""The plan of a dry run, given the needs of a step."""
+
 import re
 import threading
 from collections.abc import Callable

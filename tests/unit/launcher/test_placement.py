@@ -1,3 +1,5 @@
+"""Who gets which GPUs, on machines with none, one, two and eight, and what commands there say and refuse."""
+
 import json
 import os
 import shutil

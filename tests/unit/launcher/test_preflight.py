@@ -1,3 +1,5 @@
+"""Before a start: what is refused, with --dry-run and without, what a run keeps of the one before, and what is said."""
+
 import json
 import os
 import shutil

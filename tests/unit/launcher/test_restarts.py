@@ -1,3 +1,5 @@
+"""What the launcher starts again, how often and when, what it leaves alone, and what it waits for."""
+
 import signal
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,3 +1,5 @@
+"""Which server and port a run gets beside other runs, servers and programs."""
+
 import json
 import os
 import socket

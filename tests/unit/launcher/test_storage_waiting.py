@@ -1,3 +1,5 @@
+"""Storage, and a remote store at a stop, that fail are told apart from a crash, and waited for with backoff."""
+
 import errno
 import os
 import re

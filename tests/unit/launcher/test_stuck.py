@@ -1,3 +1,5 @@
+"""Work that comes no further is noticed, named and healed; whoever waits for it goes on waiting meanwhile."""
+
 import os
 import re
 import signal

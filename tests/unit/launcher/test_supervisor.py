@@ -1,3 +1,5 @@
+"""Starting and stopping children: real processes, no orphans."""
+
 import os
 import signal
 import subprocess

@@ -1,3 +1,5 @@
+"""What surrounds a command decides nothing about its run: a terminal that goes, a reader that dies, proxies."""
+
 import asyncio
 import io
 import os

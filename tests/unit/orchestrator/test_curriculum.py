@@ -1,3 +1,5 @@
+"""Curricula: which level a task is drawn from follows from whole batches, and survives whatever befalls the run."""
+
 from pathlib import Path
 from typing import Any
 

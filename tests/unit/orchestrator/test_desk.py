@@ -1,3 +1,5 @@
+"""Judges that answer, are slow, busy, away, wrong or hostile, in whole runs too; the log that asks nobody twice."""
+
 import asyncio
 import json
 import threading

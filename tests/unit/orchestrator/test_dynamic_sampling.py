@@ -1,3 +1,5 @@
+"""Which groups go into a batch; and whole runs that drop them: without signal, by failures, by deadlines."""
+
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

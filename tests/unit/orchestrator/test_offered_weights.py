@@ -1,3 +1,5 @@
+"""Weights that the trainer offers before their directory is there: who takes them, and who gets the directory."""
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The parts of the orchestrator one by one: client, mix, seeds, log of generations, publisher, metrics."""
+
 import asyncio
 import itertools
 from collections import Counter

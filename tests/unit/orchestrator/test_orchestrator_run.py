@@ -1,3 +1,5 @@
+"""Whole runs of the orchestrator against a real HTTP server: schedule, journal, resume, failures, split sessions."""
+
 import asyncio
 import shutil
 import signal

@@ -1,3 +1,5 @@
+"""Who sampled what: an engine that was restarted, or that somebody else pushed to, is noticed and never trained on."""
+
 import asyncio
 import socket
 import threading

@@ -1,3 +1,5 @@
+"""Environments in worker processes: the same batches as without, whatever happens to the processes."""
+
 import asyncio
 import os
 import signal

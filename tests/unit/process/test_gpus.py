@@ -1,3 +1,5 @@
+"""Which GPUs a process may use, by a driver that is made up and by the files of one."""
+
 import ast
 import os
 import subprocess

@@ -1,3 +1,5 @@
+"""Signs of life of real processes and health routes, and their absence; how a program of others has ended."""
+
 import asyncio
 import errno
 import os

@@ -1,3 +1,5 @@
+"""Imports: of large libraries, of the user's modules, and what is left of PYTHONPATH for children without these."""
+
 import gc
 import os
 import subprocess

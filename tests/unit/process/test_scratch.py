@@ -1,3 +1,5 @@
+"""Directories of temporary files: in use they stay, and what a killed process left is removed by the next one."""
+
 import errno
 import fcntl
 import os

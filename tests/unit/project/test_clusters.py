@@ -1,3 +1,5 @@
+"""The recipes of docs/clusters.md are what the commands print and take; the manifests are of their kinds."""
+
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""What docs/developing.md adds is added to a copy of the repository, and used there."""
+
 import re
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""README, docs and the project's papers say what is so, in plain English: commands, settings, links and tables."""
+
 import ast
 import asyncio
 import re

@@ -1,3 +1,5 @@
+"""What uv installs: the chosen build of vLLM stays, and no two packages own one file."""
+
 import os
 import shutil
 import subprocess

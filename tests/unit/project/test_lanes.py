@@ -1,3 +1,5 @@
+"""Which test runs when, what a run of a lane refuses, and which statements it has run."""
+
 import os
 import re
 import signal

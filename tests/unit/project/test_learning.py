@@ -1,3 +1,5 @@
+"""The benchmarks of runs that learn: their tasks, controls, tables and curves, and what of them is committed."""
+
 import json
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""The site is built without a warning, has what the code has, and asks nobody for anything."""
+
 import argparse
 import os
 import re

@@ -1,3 +1,5 @@
+"""The start model of examples/smollm2: made whole or not at all, with the weights and tokens of the package's file."""
+
 import importlib
 import re
 import signal

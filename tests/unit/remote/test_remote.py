@@ -1,3 +1,5 @@
+"""Remote checkpoints, the part that every store has in common: on a directory, through fsspec."""
+
 import asyncio
 import errno
 import json

@@ -1,3 +1,5 @@
+"""The RUN of `ckpt`, `rollouts`, `report`, `monitor` and `track`: an argument, or the only run below `outputs`."""
+
 import json
 import os
 import re

@@ -1,3 +1,5 @@
+"""Writing durably, the old content or the new, whatever fails; and files whose damaged bytes are noticed."""
+
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""What files of models and data are taken for, by names, bytes and headers."""
+
 import errno
 import json
 import os

@@ -1,3 +1,5 @@
+"""`metrics.jsonl`, events, the lines of the console, and the timeline of processes."""
+
 import json
 import logging
 import math

@@ -1,3 +1,5 @@
+"""The log of records and the journal: whole ones are found whatever happened to the others; one sync covers many."""
+
 import os
 import random
 import re

@@ -1,3 +1,5 @@
+"""The same rows come in the same order through each way in; what cannot be read is named with file and line."""
+
 import csv
 import datetime
 import decimal

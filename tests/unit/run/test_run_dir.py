@@ -1,3 +1,5 @@
+"""The run directory: its owner, what a resume sets aside, where it goes on; checkpoints, manifests and retention."""
+
 import json
 import math
 import shutil

@@ -1,3 +1,5 @@
+"""When the training programs save, and where: by steps, by minutes, at the end, and when a signal asks."""
+
 import logging
 import os
 import signal

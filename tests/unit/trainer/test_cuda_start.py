@@ -1,3 +1,5 @@
+"""Ranks can use CUDA, and compute there what the settings say, whatever the process that forks them asks of torch."""
+
 import os
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""What a process waits for: how long it does, and that its error names phase, process and policy version in the end."""
+
 import asyncio
 import itertools
 import subprocess

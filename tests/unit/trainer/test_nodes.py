@@ -1,3 +1,5 @@
+"""The commands of one run on several nodes, as threads that meet over loopback, and the links of their ranks."""
+
 import math
 import signal
 import socket

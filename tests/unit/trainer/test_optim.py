@@ -1,3 +1,5 @@
+"""AdamW, Muon against torch's own, clipping, the learning-rate schedule, and the moving average of weights."""
+
 import math
 
 import numpy as np

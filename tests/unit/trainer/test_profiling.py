@@ -1,3 +1,5 @@
+"""The phases of steps in the timeline, and profiles: which steps are recorded, and what cannot be written."""
+
 import logging
 import resource
 from collections.abc import Callable

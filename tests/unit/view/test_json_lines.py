@@ -1,3 +1,5 @@
+"""`--log-format json`: every line on stdout is one object, and the last one says how it ended."""
+
 import errno
 import json
 import os

@@ -1,3 +1,5 @@
+"""The page of a run that is trained: what is answered, and what its process survives; and pages in a browser."""
+
 import os
 import re
 import signal

@@ -1,3 +1,5 @@
+"""What is known of a run, from lines of metrics and events in any order that files can give."""
+
 import errno
 import json
 import os

@@ -1,3 +1,5 @@
+"""Launchers and `monitor` in real terminals, of runs whose files the test writes."""
+
 import json
 import signal
 import sys

@@ -1,3 +1,5 @@
+"""`monitor` without a terminal: snapshots, documents, refusals; and what is said at the end of a run."""
+
 import json
 import os
 import signal

@@ -1,3 +1,5 @@
+"""What trackers are told and not told, where sending goes on, and what is refused."""
+
 import fcntl
 import importlib.util
 import json

@@ -1,3 +1,5 @@
+"""The command `report`: what it says of runs of every kind and state, what it leaves out of long ones, and refuses."""
+
 import json
 import re
 import shutil

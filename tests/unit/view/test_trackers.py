@@ -1,3 +1,5 @@
+"""Every built-in tracker, by its own library: each step once under one id, whenever a process is killed."""
+
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,3 +1,5 @@
+"""Processes as the launcher sees them: on this machine, and behind real agents, over pipes of this machine."""
+
 import os
 import signal
 import subprocess

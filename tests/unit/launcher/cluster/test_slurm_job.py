@@ -1,3 +1,5 @@
+"""`--slurm`: the script, what it is made of, and what is refused."""
+
 import shlex
 import subprocess
 import sys

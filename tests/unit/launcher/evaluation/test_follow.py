@@ -1,3 +1,5 @@
+"""Which steps of a run are evaluated while it trains, by whom, and what is refused."""
+
 import json
 import shutil
 import signal

@@ -1,3 +1,5 @@
+"""The same command again in a directory that holds something: it goes on, or is refused, and says what differs."""
+
 import json
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""Answers that no engine can have sampled, and servers that are busy, fail or never end: refused, or waited for."""
+
 import asyncio
 import gzip
 import json

@@ -1,3 +1,5 @@
+"""Several servers of one policy: who is asked, and what one costs that is lost, comes back, or never does."""
+
 import asyncio
 import gc
 import json

@@ -1,3 +1,5 @@
+"""Runs with a teacher: what it is asked for, what a kill loses, and which teachers are refused."""
+
 import asyncio
 from pathlib import Path
 from typing import Any

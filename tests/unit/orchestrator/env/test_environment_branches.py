@@ -1,3 +1,5 @@
+"""Sessions and the chat template: nothing is tokenised twice, limits hold, and a branch is what the template writes."""
+
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Environments by name; their arguments; tasks of `jsonl` and its scorers; the generators of reasoning-gym."""
+
 from __future__ import annotations
 
 import asyncio

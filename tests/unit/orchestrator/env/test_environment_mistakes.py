@@ -1,3 +1,5 @@
+"""What environments do that they should not, and what they may do: one line that names it, and never our traceback."""
+
 import asyncio
 import errno
 import math

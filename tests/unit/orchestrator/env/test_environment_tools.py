@@ -1,3 +1,5 @@
+"""Tools: their schemas, calls in every format, sessions that stay token-exact, and failures that the policy is told."""
+
 import asyncio
 import json
 import re

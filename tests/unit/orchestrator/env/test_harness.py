@@ -1,3 +1,5 @@
+"""Rollouts that a harness plays over HTTP: token for token those of a session, and refusals that say what is wrong."""
+
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

@@ -1,3 +1,5 @@
+"""What a judge is asked, how its reply is read, and the scorer `judge` of questions from a file."""
+
 import asyncio
 import json
 from pathlib import Path

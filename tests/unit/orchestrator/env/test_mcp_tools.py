@@ -1,3 +1,5 @@
+"""Tools of real MCP servers: what the policy sees of them, one session for each rollout, and servers that fail."""
+
 import asyncio
 import os
 import signal

@@ -1,3 +1,5 @@
+"""Programs in the sandbox do what they like, and nothing of it is seen outside but what they print."""
+
 import asyncio
 import os
 import signal

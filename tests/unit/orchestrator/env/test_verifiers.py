@@ -1,3 +1,5 @@
+"""Environments of verifiers, played by a process of their own: what they earn, what goes wrong, and how it dies."""
+
 import asyncio
 import os
 import signal

@@ -1,3 +1,5 @@
+"""Estimates and intervals against values from elsewhere, and against what they promise."""
+
 import itertools
 import statistics
 from collections.abc import Callable

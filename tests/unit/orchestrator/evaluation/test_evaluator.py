@@ -1,3 +1,5 @@
+"""Evaluations against a server, also during training: what is asked and kept, and that nothing is asked twice."""
+
 import asyncio
 import json
 import os

@@ -1,3 +1,5 @@
+"""Checkpoints: bit-equal after loading, refused when they do not fit or are damaged, kept here and in stores."""
+
 import os
 import random
 import re

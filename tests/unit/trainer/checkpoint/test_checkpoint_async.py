@@ -1,3 +1,5 @@
+"""Saves: consistent under training that goes on, one at a time; what fails is told and leaves the rest alone."""
+
 import errno
 import logging
 import os

@@ -1,3 +1,5 @@
+"""A directory of checkpoints has one writer: a second one is refused."""
+
 import subprocess
 import sys
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""State of plain PyTorch objects: every optimizer resumes bit for bit, and what cannot be saved is named."""
+
 import enum
 import subprocess
 import sys

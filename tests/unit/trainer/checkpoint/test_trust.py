@@ -1,3 +1,5 @@
+"""Reading somebody else's checkpoint runs nothing of its author's choice; what an index says, and what is exported."""
+
 import json
 import pickle
 import random

@@ -1,3 +1,5 @@
+"""Warm start: the weights of every kind of source are taken exactly, and nothing that does not fit is."""
+
 import logging
 import shlex
 import shutil

@@ -1,3 +1,5 @@
+"""Chats as tokens: equal to transformers for templates and tokenizers of every kind, with the right mask."""
+
 import json
 import re
 from functools import cache

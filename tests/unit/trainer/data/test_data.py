@@ -1,3 +1,5 @@
+"""Supervised samples: formats and files, lengths, order, rows on several cores, and what is refused or told of them."""
+
 import copy
 import gzip
 import json

@@ -1,3 +1,5 @@
+"""The same rows give the same samples, and the same is said of them, whatever kind of file they come in."""
+
 import csv
 import gzip
 import json

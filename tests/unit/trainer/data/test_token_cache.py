@@ -1,3 +1,5 @@
+"""Tokenised data on disk: made once, named by what it depends on, whole or not there, and never in the way."""
+
 import json
 import logging
 import os

@@ -1,3 +1,5 @@
+"""Parts of a forecast that need no driving."""
+
 import gc
 from contextlib import nullcontext
 from pathlib import Path

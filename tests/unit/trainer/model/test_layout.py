@@ -1,3 +1,5 @@
+"""What is found out about a model before it is trained, and which are refused: structure, attention, head, slices."""
+
 import logging
 from pathlib import Path
 from types import SimpleNamespace

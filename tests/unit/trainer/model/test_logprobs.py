@@ -1,3 +1,5 @@
+"""Log-probabilities in chunks: values and gradients are those of whole logits, and of truncated distributions."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""LoRA, of policies and of reward models: what is trained, what it starts with, what checkpoints and files hold."""
+
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""The policy against transformers: values, gradients, dtypes, what it begins with, errors."""
+
 import json
 import shutil
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Weights and adapters as an engine reads them: digest, shards, dtypes, merged as by the trainer, or a refusal."""
+
 import json
 import math
 import os

@@ -1,3 +1,5 @@
+"""The scalar model against transformers: values and gradients, packed or not, its head, what is published, in `rl`."""
+
 import json
 import math
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Published weights: directories that others load with equal logits, by the names of the original."""
+
 import json
 import os
 import shutil

@@ -1,3 +1,5 @@
+"""Weights that the trainer sends over gloo: the bits of the directory, a refusal that changes nothing, or an error."""
+
 import gc
 import os
 import socket

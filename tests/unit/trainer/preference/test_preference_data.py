@@ -1,3 +1,5 @@
+"""Preference pairs and labelled answers: reading, refusing, planning; and a step, however it is split."""
+
 import gc
 import json
 import math

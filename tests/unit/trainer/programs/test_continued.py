@@ -1,3 +1,5 @@
+"""Programs that begin with what another run left: forks, warm starts, stores, and what is refused."""
+
 import json
 import re
 import shutil

@@ -1,3 +1,5 @@
+"""What programs do in some steps: they learn, however a step is divided it is the same, and broken numbers end them."""
+
 import json
 import logging
 import shutil

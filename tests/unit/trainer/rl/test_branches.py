@@ -1,3 +1,5 @@
+"""Steps on rollouts with branches, each a sequence of its own, against transformers, however rows are packed."""
+
 import math
 from pathlib import Path
 from typing import Any

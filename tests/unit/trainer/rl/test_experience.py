@@ -1,3 +1,5 @@
+"""Rewards as they are shaped, advantages with penalties, critic or teacher."""
+
 import json
 import math
 import random

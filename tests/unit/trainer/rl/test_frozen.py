@@ -1,3 +1,5 @@
+"""A job of which everything was frozen for a while goes on: no time passes for it meanwhile, and nothing is killed."""
+
 import asyncio
 import os
 import signal

@@ -1,3 +1,5 @@
+"""Steps of the RL learner on a tiny model: what is measured when, what the coefficient is, what is trained."""
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""The ledger refuses batches that skip, repeat or cut a task, and saves that do not add up; which batches stay."""
+
 import re
 from collections.abc import Sequence
 from pathlib import Path

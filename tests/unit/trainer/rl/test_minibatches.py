@@ -1,3 +1,5 @@
+"""Rollouts as samples, minibatches, and what is measured in the same forward passes as it is trained in."""
+
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

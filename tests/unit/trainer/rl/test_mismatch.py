@@ -1,3 +1,5 @@
+"""Log-probabilities of fresh rollouts and of the parity prompt are those that the trainer computes."""
+
 import math
 from collections.abc import Callable
 from pathlib import Path

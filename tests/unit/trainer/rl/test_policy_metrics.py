@@ -1,3 +1,5 @@
+"""The statistics of a step: against slow sums over tokens, however tokens are dealt to ranks; warnings and alerts."""
+
 import math
 from pathlib import Path
 from typing import Any

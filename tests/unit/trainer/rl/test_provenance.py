@@ -1,3 +1,5 @@
+"""A batch names the weights that sampled it, and a trainer that has others under that number says so."""
+
 import json
 from pathlib import Path
 
