@@ -36,15 +36,18 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> 
     kind: Any = type(value)
     if value is None or kind is bool:
         return value
+    if isinstance(value, enum.Flag):  # a union of members has no name
+        return {"$flag": [_path_of(kind, where), value.value]}
     if isinstance(value, enum.Enum):
         return {"$enum": [_path_of(kind, where), value.name]}
     if kind is int:
         return value if -(2**63) <= value < 2**64 else {"$int": hex(value)}
     if kind is str or isinstance(value, np.str_):
         return str(_as_text(value, where))
-    if kind is float or isinstance(value, np.floating):
-        number = float(value)
-        return number if math.isfinite(number) else {"$float": repr(number)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, np.number | np.bool_):
+        return {"$numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if kind is torch.dtype:
@@ -93,8 +96,12 @@ def _encode_tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> An
             f"{where} is a sharded tensor among values, and only rank 0 saves values. Put the tensor into a module, "
             "as a buffer"
         )
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     check_tensor(where, tensor)
-    tensor = tensor.detach()
+    if (order := order_of(tensor)) is not None:
+        return {"$permuted": [order, _encode_tensor(tensor.permute(order), where, tensors)]}
+    while where in tensors:
+        where += "'"
     if tensor.numel() * tensor.element_size() > _MOST_IN_VALUES:
         tensors[where] = tensor
         return {"$tensor": where}
@@ -108,6 +115,10 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     reason = ""
     if tensor.layout is not torch.strided:
         reason = "a sparse tensor"
+    elif any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        reason = "a view that shows some numbers several times (expand): clone() it"
+    elif tensor.is_conj() or tensor.is_neg():
+        reason = "a view that only notes its sign or conjugation: resolve_conj() and resolve_neg() make a tensor of it"
     elif tensor.is_meta:
         reason = "on the meta device, without data"
     elif type(tensor) not in (Tensor, nn.Parameter, nn.Buffer, DTensor) or tensor.is_quantized:
@@ -116,6 +127,19 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         reason = f"sharded, and its shards are of the class {type(tensor._local_tensor).__name__}"
     if reason:
         raise CheckpointError(f"'{name}' is {reason}: a checkpoint cannot hold it")
+
+
+def order_of(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions of a tensor as memory has them, the slowest first; None if that is their own order."""
+    if isinstance(tensor, DTensor) or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.ndim), key=lambda place: -tensor.stride(place))
+    return order if order != [*range(tensor.ndim)] else None
+
+
+def from_order(tensor: Tensor, order: list[int]) -> Tensor:
+    """Return the view of a tensor, whose dimensions are in the order of memory, that `order_of` was given."""
+    return tensor.permute([order.index(place) for place in range(len(order))])
 
 
 def inner_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -190,6 +214,10 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
             return (tuple if tag == "$tuple" else torch.Size)(decode(item, tensors) for item in content)
         case "$deque":
             return deque((decode(item, tensors) for item in content[1]), maxlen=content[0])
+        case "$numpy":
+            return np.frombuffer(base64.b64decode(content[1]), dtype=content[0])[0]
+        case "$permuted":
+            return from_order(decode(content[1], tensors), content[0])
         case "$dtype":
             return getattr(torch, content)
         case "$dict":
@@ -210,13 +238,15 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
                 if data
                 else flat.to(getattr(torch, dtype)).reshape(shape)
             )
-        case "$namedtuple" | "$enum":
+        case "$namedtuple" | "$enum" | "$flag":
             path, items = content
             kind = _class_at(path)
-            wanted = enum.Enum if tag == "$enum" else tuple
+            wanted = tuple if tag == "$namedtuple" else enum.Enum
             if not (isinstance(kind, type) and issubclass(kind, wanted)):
                 raise CheckpointError(f"the checkpoint holds a {path}, which is not there: import its module first")
             made: Any = kind
-            return made[items] if tag == "$enum" else made(*(decode(item, tensors) for item in items))
+            if tag == "$namedtuple":
+                return made(*(decode(item, tensors) for item in items))
+            return made[items] if tag == "$enum" else made(items)
         case _:
             raise CheckpointError(f"the checkpoint holds a value of the kind {tag}, which this version does not know")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import CheckpointError
-from holdfast.trainer.checkpoint.plain_values import decode, encode, inner_tensors
+from holdfast.trainer.checkpoint.plain_values import decode, encode, from_order, inner_tensors, order_of
 
 
 @runtime_checkable
@@ -65,6 +65,7 @@ class ObjectsState:
         self._moments: dict[int, dict[str, Tensor]] = {}
         # Tensors in groups of optimizers that the checkpoint does not have: (group, key, ...) by optimizer.
         self._surplus: dict[str, list[list[str]]] = {}
+        self._orders: dict[str, dict[str, list[int]]] = {}  # of dimensions in memory, by optimizer and tensor
         # Large tensors of values that loading fills, and what is to be restored from them then.
         self._loaded: dict[str, Tensor] = {}
         self._waiting: dict[str, Any] = {}
@@ -85,7 +86,7 @@ class ObjectsState:
             if isinstance(thing, nn.Module):
                 tensors |= self._module_tensors(name, thing)
             elif _is_plain_optimizer(thing):
-                tensors |= _group_tensors(name, thing)
+                tensors |= _group_tensors(name, thing) | self._loose_parameters(name, thing)
                 for place, parameter, _ in self._named(name, thing):
                     for key, value in thing.state.get(parameter, {}).items():
                         tensors |= inner_tensors(f"{place}.{key}", value) if isinstance(value, Tensor) else {}
@@ -151,13 +152,17 @@ class ObjectsState:
         surplus = [full_name for full_name in targets if full_name not in saved]
         self._surplus[name] = [full_name.removeprefix(f"{name}.group_").split(".") for full_name in surplus]
         targets = {full_name: tensor for full_name, tensor in targets.items() if full_name in saved}
+        targets |= (loose := self._loose_parameters(name, optimizer))
+        orders = self._orders.get(name, {})
         for place, parameter, group in self._named(name, optimizer):
             present = optimizer.state.get(parameter, {})
             made = {}
             for key in keys.get(place, ()):
-                entry = saved[f"{place}.{key}"]
-                is_there = _fits(present.get(key), entry)
-                made[key] = present[key] if is_there else _make_moment(place, key, entry, parameter, group)
+                if (full_name := f"{place}.{key}") in loose:
+                    continue
+                entry, order = saved[full_name], orders.get(full_name.removeprefix(f"{name}."))
+                is_there = _fits(present.get(key), entry) and order_of(present[key]) == order
+                made[key] = present[key] if is_there else _make_moment(place, key, entry, parameter, group, order)
             of_classes = {
                 key: value
                 for key, value in present.items()
@@ -229,6 +234,7 @@ class ObjectsState:
                 )
             if _is_plain_optimizer(thing):
                 _check_groups(name, thing, value["state"])
+                self._orders[name] = value["state"]["orders"]
 
     def restore(self, values: dict[str, Any]) -> None:
         """Restore what `values` returned, and hand the optimizers their part of the last `targets`. Raise
@@ -258,6 +264,7 @@ class ObjectsState:
         if _is_plain_optimizer(thing):
             self._restore_optimizer(name, thing, value)
         elif isinstance(thing, MutableMapping):
+            value = {key: _into(thing.get(key), one) for key, one in value.items()}
             thing.clear()
             thing.update(value)
         else:
@@ -281,6 +288,11 @@ class ObjectsState:
             for number, parameter in enumerate(group["params"]):
                 yield f"{name}.{names.get(id(parameter), f'group_{group_number}.{number}')}", parameter, group
 
+    def _loose_parameters(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the optimizer's parameters that belong to no module, such as a learned temperature."""
+        found = {f"{place}.parameter": one.detach() for place, one, _ in self._named(name, optimizer)}
+        return {place: one for place, one in found.items() if re.fullmatch(r".+\.group_\d+\.\d+\.parameter", place)}
+
     def _optimizer_values(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         foreign = [key for key in optimizer.state if id(key) not in known]
@@ -299,7 +311,13 @@ class ObjectsState:
             for place, parameter, _ in self._named(name, optimizer)
             if (plain := {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, Tensor)})
         }
-        return {"param_groups": groups, "state": state}
+        orders = {
+            f"{place}.{key}".removeprefix(f"{name}."): order
+            for place, parameter, _ in self._named(name, optimizer)
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and (order := order_of(value)) is not None
+        }
+        return {"param_groups": groups, "state": state, "orders": orders}
 
     def _restore_optimizer(self, name: str, optimizer: Optimizer, values: dict[str, Any]) -> None:
         for number, key, *_ in self._surplus.pop(name, ()):
@@ -353,12 +371,17 @@ def _fits(present: Any, saved: TensorStorageMetadata) -> bool:
 
 
 def _make_moment(
-    place: str, key: str, saved: TensorStorageMetadata, parameter: Tensor, group: Mapping[str, Any]
+    place: str,
+    key: str,
+    saved: TensorStorageMetadata,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    order: list[int] | None,
 ) -> Tensor:
     """Return a tensor for one entry of an optimizer's state, on the device that `Optimizer.load_state_dict` chooses."""
     dtype = saved.properties.dtype
     # A scalar parameter has the shape of its own step counter.
-    if saved.size == parameter.shape and key != "step":
+    if saved.size == parameter.shape and key != "step" and order == order_of(parameter):
         return torch.zeros_like(parameter, dtype=dtype)
     if isinstance(parameter, DTensor) and len(saved.size) > 0:
         raise CheckpointError(
@@ -366,7 +389,10 @@ def _make_moment(
             "to shard it only the optimizer knows. Have the optimizer take a step before loading"
         )
     on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.zeros(saved.size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+    device = torch.device("cpu") if on_cpu else parameter.device
+    if order is not None:
+        return from_order(torch.zeros([saved.size[place] for place in order], dtype=dtype, device=device), order)
+    return torch.zeros(saved.size, dtype=dtype, device=device)
 
 
 def _take_empty_step(name: str, optimizer: Optimizer) -> None:
@@ -393,6 +419,20 @@ def _check_groups(name: str, optimizer: Optimizer, values: Mapping[str, Any]) ->
     there, here = len(values["param_groups"]), len(optimizer.param_groups)
     if there != here:
         raise CheckpointError(f"'{name}' of the checkpoint has {there} parameter groups, this one {here}")
+
+
+def _into(present: Any, value: Any) -> Any:
+    """Return `value`, with its tensors in fitting tensors of `present`, which others may hold, too."""
+    if isinstance(value, Tensor) and isinstance(present, Tensor):
+        if present.shape != value.shape or present.dtype != value.dtype or order_of(present) != order_of(value):
+            return value
+        with torch.no_grad():
+            return present.copy_(value)
+    if type(value) is dict and isinstance(present, Mapping):
+        return {key: _into(present.get(key), one) for key, one in value.items()}
+    if type(value) in (list, tuple) and type(present) is type(value) and len(present) == len(value):
+        return type(value)(map(_into, present, value))
+    return value
 
 
 def _moved(value: Any, device: torch.device) -> Any:

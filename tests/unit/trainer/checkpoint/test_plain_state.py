@@ -275,12 +275,20 @@ class Phase(enum.Enum):
     WARM = "warm"
 
 
+class Parts(enum.Flag):
+    FIRST = 1
+    SECOND = 2
+
+
 def test_values_keep_their_class(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "counter": Counter("aab"), "ordered": OrderedDict(b=1, a=2),
         "default": defaultdict(list, {3: [torch.arange(3)]}), "queue": deque([1, 2], maxlen=3),
         "place": Place("é", torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)),
-        "phase": [Phase.WARM, torch.float16, torch.Size([2, 3])],
+        "phase": [Phase.WARM, torch.float16, torch.Size([2, 3]), Parts.FIRST | Parts.SECOND, Parts(0)],
+        "numbers": [np.float32(0.1), np.longdouble(1) / 3, np.int64(7), np.bool_(True), np.complex64(1j)],
+        "views": [torch.arange(6.0).reshape(2, 3).t(), torch.tensor([1j]).conj(), torch.randn(700, 600).t()],
+        "views[2]": torch.zeros(700, 600),
         "numpy": np.random.default_rng(5).bit_generator.state, "torch": torch.Generator().manual_seed(3).get_state(),
         "empty": torch.zeros(0, 3, dtype=torch.int64), "large": {"a.b": torch.randn(600, 600)},
     }  # fmt: skip
@@ -288,11 +296,38 @@ def test_values_keep_their_class(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     load_state_with_optimizer(tmp_path / "saved", {"values": found})
     assert repr(found) == repr(values) and [*map(type, found.values())] == [*map(type, values.values())]
-    assert torch.equal(found["large"]["a.b"], values["large"]["a.b"])
+    for here, there in [
+        *zip(found["views"], values["views"], strict=True),
+        (found["large"]["a.b"], values["large"]["a.b"]),
+    ]:
+        assert torch.equal(here, there) and here.stride() == there.stride()
     assert decode(encode(Counter("aab"), "x")) == {"a": 2, "b": 1}
     document = {"$namedtuple": ["no_such_module:Thing", []]}
     with pytest.raises(CheckpointError, match="holds a no_such_module:Thing, which is not there"):
         decode(document)
+
+
+def test_parameters_of_no_module_and_orders_in_memory_come_back(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        model, scale = make_net(1), torch.zeros((), requires_grad=True)
+        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+        return {"model": model, "optimizer": optimizer, "extra": {"scale": scale, "rest": [torch.zeros(2)]}}
+
+    saved, turned = make(), torch.arange(16.0).reshape(4, 4).t()
+    saved["extra"]["scale"].data.fill_(3)
+    saved["optimizer"].state[saved["model"].first.weight]["basis"] = turned
+    with Checkpointer(tmp_path / "checkpoints", saved, check=make) as checkpointer:
+        checkpointer.save(1)
+    for present in ({}, {"basis": torch.zeros(4, 4)}):  # of an optimizer that has taken no step, and a step
+        found = make()
+        held, weight = [found["extra"]["scale"], found["extra"]["rest"][0]], found["model"].first.weight
+        found["optimizer"].state[weight] = dict(present)
+        with Checkpointer(tmp_path / "checkpoints", found) as checkpointer:
+            assert checkpointer.load() == 1
+        assert found["extra"]["scale"] is held[0] is found["optimizer"].param_groups[0]["params"][-1]
+        assert found["extra"]["rest"][0] is held[1] and held[0].item() == 3 and held[0].requires_grad
+        basis = found["optimizer"].state[weight]["basis"]
+        assert torch.equal(basis, turned) and basis.stride() == (1, 4)
 
 
 @pytest.mark.parametrize("step_number", [7.0, True, -1, "7", None])
@@ -434,6 +469,8 @@ def with_global_state() -> dict[str, Any]:
     (lambda: {"values": {"x": type("Pair", (tuple,), {"_fields": ()})()}}, "a Pair, which is not a class of the"),
     (lambda: {"values": {"x": defaultdict(lambda: 1)}}, "a defaultdict whose factory has no name"),
     (lambda: {"values": {"x": torch.zeros(1, device="meta")}}, "'values.x' is on the meta device"),
+    (lambda: {"values": {"x": torch.zeros(1).expand(3)}}, "'values.x' is a view that shows some numbers several times"),
+    (lambda: {"model": nn.ParameterList([torch.tensor([1j]).conj()])}, "'model.0' is a view that only notes"),
     (lambda: {"model": nn.Linear(1, 1, device="meta")}, "'model.weight' is on the meta device"),
     (lambda: {"model": nn.ParameterList([OfAnotherClass(torch.zeros(1))])}, "'model.0' is a OfAnotherClass"),
     (lambda: {"values": {"when": {1, 2}}}, "values.when is a set"),
