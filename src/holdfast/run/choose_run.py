@@ -207,6 +207,11 @@ def refuse_flags(parser: Parser, argv: Sequence[str]) -> None:
     if run is None:
         run = next((word for flag, word in placed_words(parser, others) if not flag and not _is_step(word)), None)
         others = [word for word in others if word != run]
+    for values in given.values():
+        word = next((word for flag, word in placed_words(parser, others) if not flag), None)
+        if not values and word is not None:  # flags gave arguments that come after the argument
+            values.append(word)
+            others.remove(word)
     words = [*([] if run is None else [_typed(run)]), *chain.from_iterable(given.values()), *others]
     told = f"{parser.prog} takes {refused[0].strip('-')} as an argument, not by a flag."
     if old := [flag for flag in refused if flag.startswith("--output")]:

@@ -74,6 +74,8 @@ def refused_line(said: str) -> str:
     ("ckpt verify --json --step=3 outputs/a", "ckpt verify outputs/a 3 --json"),
     ("ckpt verify --steps 3", "ckpt verify 3"),
     ("rollouts trace --index 0 --step 12 --run outputs/a", "rollouts trace outputs/a 12 0"),
+    ("rollouts trace outputs/a 40 --index 45", "rollouts trace outputs/a 40 45"),
+    ("rollouts trace outputs/a latest --index=3 --json", "rollouts trace outputs/a latest 3 --json"),
     ("report --run outputs/a", "report outputs/a"),
     ("track --name x/y --to wandb outputs/a", "track outputs/a --name x/y --to wandb"),
     ("ckpt outputs/a", "ckpt ls outputs/a"),
