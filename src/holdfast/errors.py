@@ -85,6 +85,27 @@ def printable(text: object, *, most: int = MOST_CHARACTERS) -> str:
     return kept if len(text) <= most else f"{kept} … ({len(text)} characters)"
 
 
+_SECRETS = {
+    *("key", "keys", "apikey", "token", "secret", "secrets", "cookie", "password", "passwd"),
+    *("credential", "credentials", "authorization", "signature", "sig"),
+}
+# User and password of a URL, and the values of its query.
+_CREDENTIALS = re.compile(r"//[^/\s\"']*@")
+_IN_QUERY = re.compile(r"([?&]([^?&=\s\"']+)=)[^&#\s\"']+")
+
+
+def is_secret(name: str) -> bool:
+    """Whether the last word of a name means a secret: `api_key` and `HF_TOKEN`, not `admin_token_env` (a variable)."""
+    return re.split(r"[._\-]", name.lower())[-1] in _SECRETS
+
+
+def masked(text: str) -> str:
+    """Return `text` with `***` for the user and password of a URL, and for values of a query with the name of a
+    secret."""
+    text = _CREDENTIALS.sub("//***@", text)
+    return _IN_QUERY.sub(lambda found: f"{found[1]}***" if is_secret(found[2]) else found[0], text)
+
+
 NOT_SAVED = 4
 STORAGE_FAILED = 5
 STUCK = 6

@@ -23,7 +23,7 @@ from holdfast.run.atomic import is_gone
 from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, Retention, kind_of
 from holdfast.run.choose_run import RunSubcommands
 from holdfast.run.manifest import Manifest, Verification
-from holdfast.run.settings import flat_settings, read_settings
+from holdfast.run.settings import flat_settings, read_settings, without_secrets
 from holdfast.view.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
 from holdfast.view.tables import Grid, Report, age, number, size
 
@@ -241,7 +241,7 @@ def show(dirs: CheckpointDirs, *, step: str) -> Report:
             from holdfast.trainer.export import describe
         groups = describe(directory / TRAINER_DIR)
     config, progress = directory / TRAINER_DIR / "config.toml", directory / TRAINER_DIR / "progress.json"
-    settings = read_settings(config) if config.exists() else {}
+    settings = without_secrets(read_settings(config)) if config.exists() else {}
     counters: dict[str, Any] = json.loads(progress.read_bytes()) if progress.exists() else {}
     document = {
         "path": str(directory),

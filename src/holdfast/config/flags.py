@@ -20,7 +20,7 @@ from holdfast.config.by_type import ByType, by_type
 from holdfast.config.files import holds, object_of
 from holdfast.config.help import hint
 from holdfast.config.marks import models_in
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, masked
 
 _MOST_CHARACTERS = 300
 
@@ -217,5 +217,6 @@ def _continued(before: Any, value: Any) -> Any:
 
 
 def cut(text: str) -> str:
-    """Return a text of the user, cut for a message."""
+    """Return a text of the user for a message: cut, and without passwords."""
+    text = masked(text)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} … ({len(text)} characters)"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import typing
 from collections.abc import Callable, Mapping
@@ -38,8 +37,6 @@ OriginOf = Callable[[str], str | None]
 
 _MOST_LINES = 20
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-# User and password of a URL.
-_CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 
 
 def parse_command_line(command: type[C], argv: list[str], program: str = "") -> C:
@@ -165,7 +162,7 @@ def _shown(value: object) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = f"a {type(value).__name__}" if isinstance(value, int | list | dict) else repr(value)
-    return _CREDENTIALS.sub("//***@", cut(text))
+    return cut(text)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.config.inference import is_engine
 from holdfast.config.training import TrainingCommand
-from holdfast.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadError
+from holdfast.errors import NOT_SAVED, STORAGE_FAILED, STUCK, ProcessDied, ReadError, masked
 from holdfast.launcher.cluster.cluster import Places, is_trainer
 from holdfast.launcher.cluster.hosts import Process
 from holdfast.launcher.liveness import LivenessMonitor
@@ -257,7 +257,7 @@ def report_stop(number: int, trainer: Child | None, *, step: int, attempt: Attem
     was_killed = code not in (0, *(128 + asked for asked in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)))
     if is_saved and was_killed and config.ckpt.dir is not None and step:
         said = trainer.error or f"the trainer {how_it_ended(trainer)} before it had uploaded it"
-        print(f"{stopped}; step {step} is saved here, but not at {config.ckpt.dir}: {said}\n{resume}")
+        print(f"{stopped}; step {step} is saved here, but not at {masked(config.ckpt.dir)}: {said}\n{resume}")
         return NOT_SAVED
     if not is_saved or code in (1, 2, 3, STORAGE_FAILED):
         what = f"step {step} is saved here, but" if is_saved else f"step {step} was NOT saved:"

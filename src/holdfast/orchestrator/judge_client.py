@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from holdfast.errors import HoldfastError, RunDirError, printable
+from holdfast.errors import HoldfastError, RunDirError, masked, printable
 from holdfast.orchestrator.client.http import Unavailable, retry_after_s
 from holdfast.orchestrator.client.pool import EngineLost, RetryPolicy, asked_pause_s
 from holdfast.orchestrator.env.guard import pausing_clock
@@ -70,7 +70,7 @@ async def ask_once(client: httpx.AsyncClient, request: JudgeRequest) -> ChatRepl
     """
     import httpx
 
-    what = f"judge: POST {request.url}"
+    what = f"judge: POST {masked(request.url)}"
     key = read_key(request.api_key_env) if request.api_key_env else None
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     content = bytearray()
@@ -177,7 +177,7 @@ class JudgeQueue:
             self._tell_at = awake_s() + _TELL_AGAIN_S
             report("waiting for a judge", reason=failure, at_most_s=request.retry_for_s)
         try:
-            attempts.count(failure, url=request.url)
+            attempts.count(failure, url=masked(request.url))
         except EngineLost as lost:
             gone = JudgeFailure(f"judge at {lost}", reason="judge_away")
             if self._answered_at < since:  # no other request was answered meanwhile

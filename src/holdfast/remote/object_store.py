@@ -20,8 +20,9 @@ from typing import Any
 from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
+from fsspec.registry import get_filesystem_class
 
-from holdfast.errors import ConfigError, StorageError, causes, is_storage_failure
+from holdfast.errors import ConfigError, StorageError, causes, is_storage_failure, masked
 from holdfast.process.imports import keep_uploads_apart
 
 TRIES = 4
@@ -87,12 +88,15 @@ class ObjectStore:
     Credentials and endpoint come from the environment of the driver: AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_PROFILE and so on.
 
-    Raise ConfigError if the URL cannot be used, or its driver is not installed. Every method may raise StorageError
-    with URL, operation and reason.
+    Messages take `url`, which is without passwords. `connects`: unset to look at the URL only.
+
+    Raise ConfigError if the URL cannot be used, or its driver is not installed; StorageError if there is no connection.
+    Every method may raise StorageError with URL, operation and reason.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, *, connects: bool = True) -> None:
+        self.url, place = masked(url.rstrip("/")), f"ckpt.dir = '{masked(url)}'"
+        self._credentials = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
         protocol = url.partition("://")[0] if "://" in url else "file"
         # Instances and listings are not shared: what another program wrote or removed must be seen.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -102,19 +106,26 @@ class ObjectStore:
             options["auto_mkdir"] = True
         keep_uploads_apart()
         try:
-            self._fs, root = url_to_fs(url, **options)
+            if connects:
+                self._fs, root = url_to_fs(url, **options)
+            else:
+                root = get_filesystem_class(protocol.rpartition("::")[2])._strip_protocol(url.rpartition("::")[2])
         except ImportError as error:
             install = f"`pip install` the driver of {protocol}"
             if protocol in ("s3", "s3a"):
                 install = "`uv sync --inexact --extra s3` in a checkout, or `pip install 'holdfast[s3]'`"
-            raise ConfigError(f"ckpt.dir = '{url}': {error}. Install it: {install}") from None
+            raise ConfigError(f"{place}: {error}. Install it: {install}") from None
         except ValueError as error:
-            raise ConfigError(f"ckpt.dir = '{url}': {error}. Write it as s3://bucket/prefix or file:///path") from None
+            raise ConfigError(f"{place}: {self._told(error)}. Write it as s3://bucket/prefix or file:///path") from None
+        except Exception as error:  # some drivers connect now, and each raises errors of its own
+            failure = StorageError(f"{place}: connecting failed: {type(error).__name__}: {self._told(error)}")
+            failure.may_pass = is_transient(error)
+            raise failure from error
         self._root = str(root).rstrip("/")
         if not url or not self._root.strip("/"):
-            raise ConfigError(f"ckpt.dir = '{url}' names no place. Write it as s3://bucket/prefix or file:///path")
+            raise ConfigError(f"{place} names no place. Write it as s3://bucket/prefix or file:///path")
         if protocol in ("file", "local") and os.path.exists(self._root) and not os.path.isdir(self._root):  # noqa: PTH110, PTH112
-            raise ConfigError(f"ckpt.dir = '{url}' is a file: name a directory, which need not exist")
+            raise ConfigError(f"{place} is a file: name a directory, which need not exist")
         self._aborted = threading.Event()
         self._running: concurrent.futures.Future[Any] | None = None
 
@@ -265,8 +276,12 @@ class ObjectStore:
         if self._aborted.is_set():
             raise StorageError(f"{self.url}: {operation} was given up, as the run ends")
 
+    def _told(self, error: BaseException) -> str:
+        """Return the reason of an error without the password, which some drivers take for a part of the path."""
+        told = masked(str(error) or "no reason given")
+        return told.replace(self._credentials, "***") if self._credentials else told
+
     def _failure(self, operation: str, error: BaseException) -> StorageError:
-        reason = str(error) or "no reason given"
         hint = ""
         if _code(error) == "NoSuchBucket":
             hint = " Create the bucket, or correct ckpt.dir."
@@ -274,7 +289,7 @@ class ObjectStore:
             hint = " Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they may do there."
         elif is_transient(error):
             hint = f" It was tried {TRIES} times. Check the network and AWS_ENDPOINT_URL."
-        failure = StorageError(f"{self.url}: {operation} failed: {type(error).__name__}: {reason}.{hint}")
+        failure = StorageError(f"{self.url}: {operation} failed: {type(error).__name__}: {self._told(error)}.{hint}")
         failure.may_pass = is_transient(error) or is_storage_failure(error)
         return failure
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from holdfast.config import PROGRAMS
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, is_secret, masked
 from holdfast.run import checked
 from holdfast.run.manifest import MANIFEST_NAME, files_named_in
 from holdfast.run.run_dir import RunDir
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from holdfast.config.base import Command
     from holdfast.config.environments import EnvironmentConfig
 
-_SECRETS = {
-    *("key", "keys", "apikey", "token", "secret", "secrets", "cookie", "password", "passwd"),
-    *("credentials", "authorization"),
-}
-_CREDENTIALS = re.compile(r"//[^/\s\"']*@")
-_HIDDEN = "***"
 _OBJECT = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _ABOUT_MODELS = ("config.json", "adapter_config.json")
 
@@ -75,7 +69,10 @@ def settings_of_attempt(run_dir: RunDir, attempt: int) -> dict[str, Any]:
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings` with `***` for what the name of a setting, or the form of a URL, says is secret."""
-    return {key: _HIDDEN if _is_secret(key, value) else _without_passwords(value) for key, value in settings.items()}
+    return {
+        key: "***" if is_secret(key) and isinstance(value, str | int | list) else _without_passwords(value)
+        for key, value in settings.items()
+    }
 
 
 def describe_variables(config: Command) -> list[str]:
@@ -90,15 +87,10 @@ def describe_variables(config: Command) -> list[str]:
     return lines
 
 
-def _is_secret(key: str, value: Any) -> bool:
-    """Whether the last word of a name means a secret: `api_key` and `HF_TOKEN`, not `admin_token_env` (a variable)."""
-    return isinstance(value, str | int | list) and re.split(r"[._\-]", key.lower())[-1] in _SECRETS
-
-
 def _without_passwords(value: Any) -> Any:
     match value:
         case str():
-            return _CREDENTIALS.sub(f"//{_HIDDEN}@", value)
+            return masked(value)
         case list():
             return [_without_passwords(item) for item in value]
         case dict():

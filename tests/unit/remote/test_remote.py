@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from holdfast.run.checkpoints import BestMetric, Retention
 from holdfast.run.run_dir import RunDir, directory_name
 from holdfast.view.sending import take_cursor
 from tests.builders.checkpoint_files import contents, flip, write_checkpoint, write_weights
+from tests.runs.ports import free_port
 from tests.runs.processes import HANG_S
 from tests.runs.trackers import note_sent
 
@@ -194,6 +196,21 @@ def test_a_url_that_cannot_be_used_is_an_input_error(url: str, message: str) -> 
     assert caught.value.exit_code == 2
     with pytest.raises(ConfigError, match=message):
         prepare(SftConfig.model_validate({"max_steps": 5, "ckpt": {"dir": url}}), clean=False, dry_run=True)
+
+
+def test_messages_hide_passwords(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    away, hidden = f"ftp://me:PW@127.0.0.1:{free_port()}/x?a=1&api_key=KEY", "ftp://***@127.0.0.1:"
+    with pytest.raises(StorageError, match="connecting failed: ConnectionRefusedError") as caught:
+        ObjectStore(away)
+    said = str(caught.value)
+    settings = {"output_dir": tmp_path / "new", "max_steps": 5, "ckpt": {"dir": away}}
+    prepare(SftConfig.model_validate(settings), clean=False, dry_run=True)  # does not connect
+    for text in (said, capsys.readouterr().out):
+        assert hidden in text and "/x?a=1&api_key=***" in text and not re.search("PW|KEY", text)
+    failure = str(ObjectStore("s3://me:PW@b/x?token=KEY")._failure("listing it", ValueError("no bucket 'me:PW@b'")))
+    assert failure == "s3://***@b/x?token=***: listing it failed: ValueError: no bucket '***@b'."
+    with pytest.raises(ConfigError, match=r"'nowhere://\*\*\*@b': Protocol not known"):
+        RemoteCheckpoints("nowhere://me:PW@b")
 
 
 def test_a_missing_driver_names_the_extra() -> None:

@@ -45,12 +45,12 @@ def run(tmp_path: Path) -> TrackedDirectory:
 def test_secrets_are_hidden_by_name_and_form() -> None:
     told = {
         "client.admin_token_env": "HOLDFAST_ADMIN_TOKEN", "max_tokens": 7, "model.tokenizer": "a/b",
-        "urls": ["http://me@host:1/x"], "a.args.api_key": "sk-1", "b.HF-TOKEN": "hf_1", "c.password": "",
-        "nested": {"secret": "s", "plain": 1.5},
+        "urls": ["http://me@h:1/x?n=2&X-Signature=a%2B#b"], "a.args.api_key": "sk-1", "b.HF-TOKEN": "x",
+        "c.password": "", "nested": {"secret": "s", "plain": 1.5},
     }  # fmt: skip
     assert without_secrets(told) == told | {
-        "urls": ["http://***@host:1/x"], "a.args.api_key": "***", "b.HF-TOKEN": "***", "c.password": "***",
-        "nested": {"secret": "***", "plain": 1.5},
+        "urls": ["http://***@h:1/x?n=2&X-Signature=***#b"], "a.args.api_key": "***", "b.HF-TOKEN": "***",
+        "c.password": "***", "nested": {"secret": "***", "plain": 1.5},
     }  # fmt: skip
 
 

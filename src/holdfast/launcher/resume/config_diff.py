@@ -29,7 +29,7 @@ from holdfast.run import checked
 from holdfast.run.data_files import find_files
 from holdfast.run.manifest import ONE_OF, content_digest, library_versions, read_manifest
 from holdfast.run.run_dir import INPUTS_NAME
-from holdfast.run.settings import file_of_object, files_of_environment, files_of_model, flat_settings
+from holdfast.run.settings import file_of_object, files_of_environment, files_of_model, flat_settings, without_secrets
 
 _TOKENIZER = "tokenizer, "
 _OF_EVALUATIONS = "eval, "
@@ -95,7 +95,7 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any], comman
 
 
 def _shown(settings: dict[str, Any], key: str) -> str:
-    return repr(settings[key]) if key in settings else "unset"
+    return repr(without_secrets(settings)[key]) if key in settings else "unset"
 
 
 def describe_stretch(before: Mapping[str, Any], after: TrainingCommand, *, step: int) -> str | None:

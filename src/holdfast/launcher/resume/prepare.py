@@ -157,8 +157,7 @@ def _store_of(run_dir: RunDir, ckpt: CkptConfig, *, dry_run: bool, again: bool) 
     if ckpt.dir is not None and dry_run:
         from holdfast.remote.object_store import ObjectStore
 
-        ObjectStore(ckpt.dir)
-        print(f"a dry run does not look for checkpoints at {ckpt.dir}")
+        print(f"a dry run does not look for checkpoints at {ObjectStore(ckpt.dir, connects=False).url}")
         return None, None
     if ckpt.dir is None or not again:
         return ckpt.dir, None

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from holdfast.config.environments import JudgeConfig
-from holdfast.errors import ConfigError, EnvironmentFailure, nearest, printable
+from holdfast.errors import ConfigError, EnvironmentFailure, masked, nearest, printable
 from holdfast.protocol.inference import ChatReply, read_key
 
 JudgeFailureReason = Literal["judge_away", "judge_refused", "judge_unreadable"]
@@ -98,7 +98,7 @@ class Judge:
         if config.api_key_env is not None and read_key(config.api_key_env) is None:
             raise ConfigError(
                 f"judge: the environment variable {config.api_key_env} (api_key_env) is not set: set it to the key of "
-                f"{config.url}, or leave api_key_env out if it needs none"
+                f"{masked(config.url)}, or leave api_key_env out if it needs none"
             )
 
     async def ask(self, fields: Mapping[str, str]) -> Judgement:
