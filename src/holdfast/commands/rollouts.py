@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export_parser = subcommands.add("export", "Write rollouts to a file, one per line or row.")
     export_parser.add_argument("steps", nargs="*", metavar="STEPS", help="all batches if unset")
     export_parser.add_argument(
-        "--to", type=Path, required=True, metavar="FILE", help="new file: FILE.parquet, or JSON lines"
+        "--to", type=Path, required=True, metavar="FILE", help="new file: FILE.parquet, or FILE.jsonl (JSON lines)"
     )
     _add_choice(export_parser)
     return subcommands.parse(_with_subcommand(argv))
@@ -390,7 +390,10 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
 
 def export(run_dir: RunDir, *, steps: Sequence[str], to: Path, choice: Choice) -> Report:
     """Write the rollouts of some batches to a new file, or nothing. Raise CheckpointError if a batch is damaged or
-    there are none; ConfigError if the file exists; RunDirError if it cannot be written."""
+    there are none; ConfigError if the file exists, or its name has another ending; RunDirError if it cannot be written.
+    """
+    if to.suffix not in ("", ".jsonl", ".ndjson", ".parquet"):
+        raise ConfigError(f"--to {to}: an export is FILE.jsonl (JSON lines) or FILE.parquet, not '{to.suffix}'.")
     if to.exists():
         raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new file.")
     directories = find_batches(run_dir, steps or ["all"])

@@ -258,7 +258,7 @@ def choose(answers: Iterable[Answer], choice: Choice) -> list[Answer]:
     answers, where, sort = list(answers), choice.where, choice.sort
     metrics = {name for answer in answers for name in answer.rollout.metrics}
     for expression in filter(None, (where, sort)):
-        expression.check_names([*FIELDS, *sorted(metrics)])
+        expression.check_names(FIELDS, sorted(metrics))
     environments = {answer.rollout.environment for answer in answers}
     if choice.environment not in (None, *environments):
         told = nearest(choice.environment, environments)
@@ -304,6 +304,8 @@ class Expression:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise self._refused("it is not an expression of Python") from None
         self._names = {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)} - set(_FUNCTIONS)
+        subscripts = (node.slice for node in ast.walk(self._tree) if isinstance(node, ast.Subscript))
+        self._metrics = {str(node.value) for node in subscripts if isinstance(node, ast.Constant)}
         self.of(lambda _: None)  # refuses what is not allowed, before anything is read
 
     def _refused(self, reason: str) -> ConfigError:
@@ -311,11 +313,12 @@ class Expression:
             f"{self.key} '{self.text}': {reason}. Allowed are {_ALLOWED}; for example reward < 0.2 and truncated."
         )
 
-    def check_names(self, known: Sequence[str]) -> None:
-        """Raise ConfigError for a name that is not `known`."""
-        if unknown := sorted(self._names - set(known)):
-            told = nearest(unknown[0], known)
-            raise ConfigError(f"{self.key}: no answer has '{unknown[0]}'.{told} There are: {', '.join(known)}.")
+    def check_names(self, fields: Sequence[str], metrics: Sequence[str]) -> None:
+        """Raise ConfigError for a name that is neither a field nor a metric, and for `metrics['name']` without it."""
+        for names, known in ((self._names, [*fields, *metrics]), (self._metrics, metrics)):
+            for unknown in sorted(names - {*known}):
+                told = f"{nearest(unknown, known)} There are: {', '.join(known) or 'none'}."
+                raise ConfigError(f"{self.key}: no answer has '{unknown}'.{told}")
 
     def of(self, value: Callable[[str], Any]) -> Any:
         """Return the value of the expression; `value` returns the value of a name. Raise ConfigError if it has none."""

@@ -255,6 +255,7 @@ def test_export_that_fails_leaves_nothing(
     (["trace", "2-3", "0"], "trace takes one batch, '2-3' means 2"),
     (["trace", "3", "4"], "INDEX 4: batch 3 has the rollouts 0 to 3"), (["export", "3"], "required: --to"),
     (["export", "3", "--to", "there.jsonl"], "exists already"),
+    (["export", "3", "--to", "new.csv"], "is FILE.jsonl (JSON lines) or FILE.parquet, not '.csv'"),
     (["export", "3", "--to", "there.jsonl/x.jsonl"], "there.jsonl/x.jsonl cannot be written: "),
 ])  # fmt: skip
 def test_a_mistake_is_one_message_and_exit_code_2(
@@ -364,6 +365,8 @@ def test_answers_are_chosen_and_sorted(
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--where", "rewrd < 1"], "no answer has 'rewrd'. Did you mean 'reward'?"),
+    (["--where", "metrics['exakt'] > 0.5"], "no answer has 'exakt'. Did you mean 'exact'? There are: exact"),
+    (["--sort=-metrics['b']"], "--sort: no answer has 'b'. There are: exact"),
     (["--where", "reward <"], "it is not an expression of Python"),
     (["--where", "__import__('os').system('x')"], "is not allowed. Allowed are names"),
     (["--where", "answer.upper() == 'X'"], "'answer.upper()' is not allowed"),
