@@ -21,7 +21,7 @@ from holdfast.errors import CheckpointError, ConfigError, ReadError
 from holdfast.process.child import heavy_imports
 from holdfast.run.atomic import is_gone
 from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, Retention, kind_of
-from holdfast.run.choose_run import RunSubcommands
+from holdfast.run.choose_run import RunSubcommands, no_run
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.settings import flat_settings, read_settings, without_secrets
 from holdfast.view.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
@@ -334,7 +334,7 @@ def prune(
     dirs.check()
     run_dir = dirs.run_dir
     if not run_dir.holds_run():
-        raise ConfigError(f"{dirs.run} has no run.json: `ckpt prune` takes the directory of a run")
+        raise no_run(dirs.run)
     if not (dry_run or run_dir.is_own()):
         run_dir.lock()
     committed = {entry.step: entry for entry in dirs.entries() if entry.status == "committed" and entry.manifest}

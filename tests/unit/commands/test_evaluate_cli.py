@@ -64,7 +64,7 @@ def test_a_dry_run_says_what_would_be_evaluated(run_command: Command, tmp_path: 
     (("--run", ""), "flag --run must not be empty"),
     ((*POLICY, "--inference.engines", "2"), "inference.engines = 2: an evaluation has one server"),
     (("--model.name", MODEL, "--environments", '[{"id": "revers_text"}]'), "Did you mean 'reverse_text'"),
-    (("--run", "nowhere"), "run = nowhere is not a run directory"), (("--compare", "a"), "expected 2 arguments"),
+    (("--run", "nowhere"), "there is no directory nowhere (from "), (("--compare", "a"), "expected 2 arguments"),
     (("--compare", "a", "b"), "a holds no evaluation"),
     (("--compare", "a", "b", "--confidence", "2"), "--confidence 2 is not between 0.5 and 1"),
     (("--compare", "a", "b", "--answers", "-1"), "--answers -1 is below 0"),

@@ -40,6 +40,7 @@ from holdfast.process.child import die_with_launcher, keep_date, run_reporting_e
 from holdfast.process.events import report
 from holdfast.process.gpus import find_gpus
 from holdfast.run import atomic
+from holdfast.run.choose_run import no_run
 from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
 from holdfast.run.settings import read_settings
@@ -64,11 +65,11 @@ class FollowedRun:
 
     @classmethod
     def read(cls, run: Path) -> FollowedRun:
-        """Return what the settings of the newest attempt say. Raise DataError if `run` holds no run, or none that
-        trains a policy."""
+        """Return what the settings of the newest attempt say. Raise ConfigError if `run` holds no run; DataError if
+        it trains no policy."""
         run_dir = RunDir(run)
         if not run_dir.holds_run():
-            raise DataError(f"run = {run} is not a run directory: it has no run.json (from {Path.cwd()})")
+            raise no_run(run)
         attempts = list(_settings_of_attempts(run_dir))
         if not attempts:
             raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")

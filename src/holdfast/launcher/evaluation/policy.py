@@ -29,6 +29,7 @@ from holdfast.process.gpus import find_gpus, require_vllm
 from holdfast.process.imports import module_command
 from holdfast.run import atomic
 from holdfast.run.checkpoints import TRAINER_DIR
+from holdfast.run.choose_run import no_run
 from holdfast.run.inputs import check_max_len, check_model_path, check_weights_path
 from holdfast.run.manifest import MANIFEST_NAME, file_digest, is_committed, verify
 from holdfast.run.run_dir import JUDGEMENTS_NAME, SUMMARY_NAME, RunDir
@@ -115,14 +116,11 @@ def with_settings_of_run(config: EvaluateConfig) -> EvaluateConfig:
 
 def step_of_run(run: Path, wanted: int | str) -> int:
     """Return the step that is meant, which has a checkpoint that is whole, or weights that are published. Raise
-    DataError without a run; CheckpointError if the step is not there or damaged, listing the steps that are
+    ConfigError without a run; CheckpointError if the step is not there or damaged, listing the steps that are
     there."""
     run_dir = RunDir(run)
     if not run_dir.holds_run():
-        raise DataError(
-            f"run = {run} is not a run directory: it has no run.json (from {Path.cwd()}). "
-            "Name the output directory of one."
-        )
+        raise no_run(run)
     if wanted == "latest":
         if steps := run_dir.committed_steps():
             return steps[-1]

@@ -108,7 +108,7 @@ def test_a_run_is_over_when_its_last_step_is_there_or_nobody_trains(tmp_path: Pa
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path: Path, run_command: Command) -> None:
-    with pytest.raises(DataError, match="is not a run directory"):
+    with pytest.raises(ConfigError, match="holds no run: it has no run.json"):
         FollowedRun.read(tmp_path)
     empty = RunDir(tmp_path / "empty")
     empty.path.mkdir()
