@@ -258,7 +258,7 @@ def choose(answers: Iterable[Answer], choice: Choice) -> list[Answer]:
     answers, where, sort = list(answers), choice.where, choice.sort
     metrics = {name for answer in answers for name in answer.rollout.metrics}
     for expression in filter(None, (where, sort)):
-        expression.check_names(FIELDS, sorted(metrics))
+        expression.check_names([*FIELDS], sorted(metrics))
     environments = {answer.rollout.environment for answer in answers}
     if choice.environment not in (None, *environments):
         told = nearest(choice.environment, environments)

@@ -9,7 +9,7 @@ import pytest
 from holdfast.config.environments import EnvironmentConfig, SamplingConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.errors import CheckpointError, DataError, printable
+from holdfast.errors import CheckpointError, ConfigError, printable
 from holdfast.launcher.evaluation import policy as evaluated_policy
 from holdfast.launcher.evaluation.policy import prepare_directory
 from holdfast.orchestrator.evaluation.results import EvaluatedRollout, claim_directory, line_of
@@ -113,7 +113,7 @@ def test_a_step_of_a_run_is_found(tmp_path: Path) -> None:
     shutil.rmtree(run_dir.weights)
     with pytest.raises(CheckpointError, match="step = latest .* whole weights of no step"):
         step_of_run(run_dir.path, "latest")
-    with pytest.raises(DataError, match="not a run directory"):
+    with pytest.raises(ConfigError, match="holds no run: it has no run.json"):
         step_of_run(tmp_path, "latest")
 
 
