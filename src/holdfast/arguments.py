@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong. Raise ConfigError always."""
+        flags = ", ".join(flag for flag in self._option_string_actions if flag.startswith("--") and flag != "--help")
+        message += f". Flags are: {flags}" if message.startswith("unrecognized") else ""
         raise ConfigError(f"{message}. {self.prog} --help shows what is allowed.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - the stubs have overloads
@@ -77,7 +80,7 @@ class Subcommands:
 
     def _without_subcommand(self, argv: Sequence[str]) -> ConfigError:
         """Return the error that the first word is not a subcommand, with a line that has one: a later word, the nearest
-        in spelling, or else the first that there is."""
+        in spelling, or else the first that there is. A line that would be refused is left out."""
         first = argv[0]
         told = f"'{first}' comes before the subcommand."
         name, others = self.take_subcommand(argv)
@@ -85,12 +88,16 @@ class Subcommands:
             near = nearest(first, self._commands)
             told = f"unknown subcommand '{first}'.{near}"
             name = next((one for one in self._commands if f"'{one}'" in near), None)
-            others = others[1:] if name or any(Path(one).is_dir() for one in others[1:]) else others
-        line = shlex.join([name or next(iter(self._commands)), *others])
-        return ConfigError(
-            f"{told} There are: {', '.join(self._commands)}. A subcommand comes first, as in\n"
-            f"  {self._prefix}{self._parser.prog} {line}"
-        )
+            is_word = first.isalpha() and len(others) > 1
+            others = others[1:] if name or is_word or any(Path(one).is_dir() for one in others[1:]) else others
+        directories = [one for one in others if Path(one).is_dir()]
+        told += f" There are: {', '.join(self._commands)}. A subcommand comes first"
+        first = name or next(iter(self._commands))
+        for words in (others, directories[:1]) if name or len(directories) < 2 else (directories[:1],):
+            with suppress(ConfigError):
+                self._parse_words(self._commands[first], [one for one in words if one not in ("-h", "--help")])
+                return ConfigError(f"{told}, as in\n  {self._prefix}{self._parser.prog} {shlex.join([first, *words])}")
+        return ConfigError(f"{told}.")
 
     def take_subcommand(self, words: Sequence[str]) -> tuple[str | None, list[str]]:
         """Return the first word that is a subcommand, if there is such a word, and the other words."""

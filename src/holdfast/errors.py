@@ -86,9 +86,9 @@ def printable(text: object, *, most: int = MOST_CHARACTERS) -> str:
 
 
 _SECRETS = {
-    *("key", "keys", "apikey", "token", "secret", "secrets", "cookie", "password", "passwd"),
-    *("credential", "credentials", "authorization", "signature", "sig"),
-}
+    "key", "keys", "apikey", "token", "secret", "secrets", "cookie", "password", "passwd", "credential", "credentials",
+    "authorization", "signature", "sig",
+}  # fmt: skip
 # User and password of a URL, and the values of its query.
 _CREDENTIALS = re.compile(r"//[^/\s\"']*@")
 _IN_QUERY = re.compile(r"([?&]([^?&=\s\"']+)=)[^&#\s\"']+")
@@ -113,6 +113,8 @@ MOST_KILLED = 20
 """Times in a row that the processes which play for an environment may be killed from outside."""
 GO_ON_OR_BEGIN_AGAIN = "continue with --ckpt.resume-step latest, or start again with --clean if there is no checkpoint"
 """Advice of a process that does not know what was saved."""
+# Words of other programs.
+_ELSEWHERE = {"info": "show", "rm": "prune", "--n": "--limit", "--head": "--limit", "--output": "--to"}
 _STORAGE_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS),
     *(errno.ESTALE, errno.EREMOTEIO),  # of network filesystems
@@ -249,6 +251,8 @@ def _library_of(error: BaseException) -> str:
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the allowed word most like `word`, or an empty string."""
-    match = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    """Return `` Did you mean 'x'?`` for the allowed word that means the same or is most like `word`, or an empty
+    string."""
+    known = list(allowed)
+    match = [_ELSEWHERE[word]] if _ELSEWHERE.get(word) in known else difflib.get_close_matches(word, known, 1, 0.6)
     return f" Did you mean '{match[0]}'?" if match else ""

@@ -304,7 +304,9 @@ def test_an_unknown_command_is_told_with_the_nearest(refused: Refused) -> None:
     ("monitor . --onc", "'--onc'. Did you mean '--once'?"),
     ("monitor . --step=3", "'--step'. There are: --interval, --json, --once, --wait."),
     ("report . --t b", "'--t'. Did you mean '--to'?"),
-    ("ckpt export . --output b", "'--output'. There are: --base, --dtype, --format, --json, --to."),
+    ("ckpt export . --where b", "'--where'. There are: --base, --dtype, --format, --json, --to."),
+    ("rollouts --head 2", "'--head'. Did you mean '--limit'?"),
+    ("report . --output b", "'--output'. Did you mean '--to'?"),
     ("evaluate --compare . . --js", "'--js'. Did you mean '--json'?"),
 ])  # fmt: skip
 def test_a_shortened_or_unknown_flag_is_not_guessed(words: str, said: str, refused: Refused) -> None:

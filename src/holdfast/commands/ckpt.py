@@ -33,18 +33,9 @@ _EPILOG = (
 )
 _IMPORT = "ckpt import [--json] SOURCE sft @ my_run.toml --output-dir DIR"
 _SUMMARY = (
-    "max_steps",
-    "seed",
-    "model.name",
-    "model.dtype",
-    "data.name",
-    "data.batch_size",
-    "data.seq_len",
-    "loss.type",
-    "optim.lr",
-    "optim.schedule",
-    "parallel.num_ranks",
-)
+    "max_steps", "seed", "model.name", "model.dtype", "data.name", "data.batch_size", "data.seq_len", "loss.type",
+    "optim.lr", "optim.schedule", "parallel.num_ranks",
+)  # fmt: skip
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -90,15 +81,8 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["import"] and not {"-h", "--help"} & {*argv}:
         return _import(argv[1:])
     arguments = vars(parse(argv))
-    actions: dict[str, Callable[..., Report]] = {
-        "ls": ls,
-        "verify": verify,
-        "show": show,
-        "export": _export,
-        "du": du,
-        "prune": prune,
-    }
-    action = actions[arguments.pop("command")]
+    actions = {"ls": ls, "verify": verify, "show": show, "export": _export, "du": du, "prune": prune}
+    action: Callable[..., Report] = actions[arguments.pop("command")]
     as_json = arguments.pop("json")
     dirs = CheckpointDirs(arguments.pop("run"))
     try:
@@ -127,13 +111,8 @@ def ls(dirs: CheckpointDirs, *, steps: list[str], metric: str | None) -> Report:
         for line in lines
         if line["status"] in ("damaged", "unreadable", "foreign")
     ] + unread
-    document = {
-        "checkpoints": str(dirs.checkpoints),
-        "metric": name or None,
-        "best": best,
-        "steps": lines,
-        "problems": problems,
-    }
+    document = {"checkpoints": str(dirs.checkpoints), "metric": name or None, "best": best}
+    document |= {"steps": lines, "problems": problems}
     parts: list[Grid | str] = [
         _step_grid(lines, name or "metric") if lines else f"no checkpoints in {dirs.checkpoints}"
     ]
@@ -244,13 +223,9 @@ def show(dirs: CheckpointDirs, *, step: str) -> Report:
     settings = without_secrets(read_settings(config)) if config.exists() else {}
     counters: dict[str, Any] = json.loads(progress.read_bytes()) if progress.exists() else {}
     document = {
-        "path": str(directory),
-        "kind": kind_of(directory).value,
-        "manifest": msgspec.to_builtins(listing),
-        "counters": counters,
-        "tensors": msgspec.to_builtins(groups),
-        "config": settings,
-    }
+        "path": str(directory), "kind": kind_of(directory).value, "manifest": msgspec.to_builtins(listing),
+        "counters": counters, "tensors": msgspec.to_builtins(groups), "config": settings,
+    }  # fmt: skip
     rows = [(name, f"{group.tensors:,}", f"{group.elements:,}", size(group.bytes)) for name, group in groups.items()]
     parts: list[Grid | str] = [
         Grid(("checkpoint", ""), _details(directory, listing, counters)),
@@ -336,7 +311,7 @@ def prune(
     if not run_dir.holds_run():
         raise no_run(dirs.run)
     if not (dry_run or run_dir.is_own()):
-        run_dir.lock()
+        run_dir.lock(instead=", or look with --dry-run")
     committed = {entry.step: entry for entry in dirs.entries() if entry.status == "committed" and entry.manifest}
     saved = {step: entry.manifest.metrics for step, entry in committed.items() if entry.manifest is not None}
     best = _metric(dirs, keep_best, saved) if keep_best is not None else None

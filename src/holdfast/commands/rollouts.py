@@ -367,19 +367,11 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
         names = sorted({rollout.environment for rollout in batch.rollouts})
         num_problems = len(problems_of(batch))
         dropped = dropped_by_reason(batch.dropped)
-        lines.append(
-            {
-                "step": batch.step,
-                "path": str(directory),
-                "status": "committed",
-                "policy_version": batch.policy_version,
-                "weights_digest": batch.weights_digest,
-                "problems": num_problems,
-                "environments": names,
-                "dropped": msgspec.to_builtins(dropped),
-                **line,
-            }
-        )
+        lines.append({
+            "step": batch.step, "path": str(directory), "status": "committed", "policy_version": batch.policy_version,
+            "weights_digest": batch.weights_digest, "problems": num_problems, "environments": names,
+            "dropped": msgspec.to_builtins(dropped), **line,
+        })  # fmt: skip
         cells = (*_cells(line), _shown_reasons(dropped), ", ".join(names))
         rows.append((str(batch.step), "committed", f"{num_problems:,}", *cells))
     grid = Grid((">step", "status", ">problems", *_COLUMNS, "dropped", "environments"), rows)

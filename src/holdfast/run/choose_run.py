@@ -48,7 +48,8 @@ class RunSubcommands(Subcommands):
         """Return the arguments, with the directory of the run as `run`. Raise ConfigError also for `--output-dir`, or
         if no run or several runs are meant."""
         name, words = self.take_subcommand(argv)
-        refuse_flags(self._commands[name or next(iter(self._commands))], words)
+        if name or words[:1] == [] or words[0].startswith("-"):
+            refuse_flags(self._commands[name or next(iter(self._commands))], words)
         return super().parse(argv)
 
     def _parse_words(self, parser: Parser, words: list[str]) -> Namespace:

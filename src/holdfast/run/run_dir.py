@@ -327,15 +327,12 @@ class RunDir:
         places = [*(self.configs(attempt) for attempt in attempts), self.path]
         return next((path for place in places if (path := place / INPUTS_NAME).exists()), None)
 
-    def lock(self) -> None:
+    def lock(self, *, instead: str = ", or choose another directory with --output-dir") -> None:
         """Take the directory for this process; the kernel frees it when the process ends. Raise RunDirError if another
-        process holds it, or it cannot be written."""
+        process holds it, or it cannot be written. `instead`: what the command of the user offers, for the error."""
         holder = self._take("run.lock")
         if holder is not None:
-            raise RunDirError(
-                f"{self.path} is in use by another run ({holder}). Wait for it, stop it, or choose another directory "
-                "with --output-dir."
-            )
+            raise RunDirError(f"{self.path} is in use by another run ({holder}). Wait for it, stop it{instead}.")
 
     def lock_orchestrator(self, *, over_exec: bool = False) -> None:
         """Take the orchestrator lock for this process and its children. `over_exec`: this process becomes the

@@ -273,7 +273,8 @@ def test_older_steps_are_pruned_by_the_rule(run_command: Command, refused: Refus
 def test_the_steps_of_a_run_that_trains_are_not_pruned(refused: Refused, run_dir: RunDir) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(run_dir.path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline()
-        assert "is in use" in refused("ckpt", "prune", run_dir.path, "--keep", "1")
+        said = refused("ckpt", "prune", run_dir.path, "--keep", "1")
+        assert "is in use" in said and "--dry-run" in said and "--output-dir" not in said
         holder.kill()
     assert run_dir.committed_steps() == [1, 2, 3, 4]
 

@@ -91,7 +91,10 @@ def refused_line(said: str) -> str:
     ("rl outputs/new", "rl @ FILE.toml --output-dir outputs/new"),
     ("sft --model.name m outputs/new", "sft --model.name m --output-dir outputs/new"),
     ("monitor --once --outputdir=outputs/a", "monitor outputs/a --once"),
-    ("ckpt rm model 3", "ckpt ls model 3"),
+    ("ckpt copy model 3", "ckpt ls model 3"),
+    ("ckpt info model 3", "ckpt show model 3"),
+    ("ckpt diff model .", "ckpt ls model"),
+    ("ckpt copy model --to x", "ckpt ls model"),
 ])  # fmt: skip
 def test_a_wrong_form_is_refused_with_the_whole_right_command(old: str, new: str, refused: Refused) -> None:
     Path("model").mkdir()
@@ -131,6 +134,11 @@ def test_a_run_after_the_steps_is_told_with_the_right_order(refused: Refused) ->
     make_run("outputs/a")
     said = refused("ckpt", "verify", "all", "outputs/a", "--json")
     assert refused_line(said) == f"{PREFIX}ckpt verify outputs/a all --json"
+
+
+def test_no_line_is_told_that_would_be_refused(refused: Refused) -> None:
+    said = refused("ckpt", "rm", str(make_run("outputs/a")))
+    assert "Did you mean 'prune'? There are: ls, " in said and said.endswith("comes first.\n")
 
 
 def test_the_only_run_is_taken(run_command: Command) -> None:
