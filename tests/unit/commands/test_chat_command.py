@@ -21,6 +21,8 @@ def test_a_run_stands_for_its_newest_weights(tmp_path: Path, refused: Refused) -
         write_weights(run_dir, version)
     assert weights_of(run_dir.path) == str(run_dir.weights_of(10))
     assert weights_of(str(BASE)) == str(BASE) and weights_of("owner/model") == "owner/model"
+    for place in ("./nowhere/x", f"{tmp_path}/nothing"):
+        assert "there is no directory" in refused("chat", place)
     assert "has neither config.json nor run.json" in refused("chat", tmp_path)
     assert "must be a number from 0 on" in refused("chat", BASE, "--temperature", "-1")
     assert "unknown flag '--max-token'. Did you mean '--max-tokens'?" in refused("chat", BASE, "--max-token", "3")
