@@ -307,6 +307,10 @@ def test_an_unknown_command_is_told_with_the_nearest(refused: Refused) -> None:
     ("ckpt export . --where b", "'--where'. There are: --base, --dtype, --format, --json, --to."),
     ("rollouts --head 2", "'--head'. Did you mean '--limit'?"),
     ("report . --output b", "'--output'. Did you mean '--to'?"),
+    ("sft --resume", "'--resume'. Did you mean '--ckpt.resume-step'?"),
+    ("sft --data.no-pack", "'--data.no-pack'. Did you mean '--no-data.pack'?"),
+    ("rl --model.lora.r 8", "'--model.lora.r'. Did you mean '--trainer.model.lora.rank'?"),
+    ("rl --inference.server.api-key x", "'--inference.server.api-key'. Here generation needs no key;"),
     ("evaluate --compare . . --js", "'--js'. Did you mean '--json'?"),
 ])  # fmt: skip
 def test_a_shortened_or_unknown_flag_is_not_guessed(words: str, said: str, refused: Refused) -> None:

@@ -26,7 +26,7 @@ def read_file(path: str, shown: str) -> dict[str, Any]:
             raise ConfigError(f"{shown} is not a regular file, but a pipe or a device")
         if status.st_size > _MOST_BYTES:
             raise ConfigError(f"{shown} has {status.st_size} bytes, allowed are {_MOST_BYTES}")
-        text = Path(path).read_bytes().decode()
+        text = Path(path).read_bytes().decode("utf-8-sig")
         return tomli.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{shown}: there is no such file (from {Path.cwd()})") from None

@@ -188,7 +188,11 @@ def read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, A
             given[f"{flag.key}.{flag.chooser.key}"] = name
     if unknown:
         keys = [flag.key for flag in known.values()]
-        hints = [f"unknown flag '{name}'.{hint(name, keys)}" for name in dict.fromkeys(unknown)]
+        hints = []
+        for name in dict.fromkeys(unknown):
+            negated = f"--no-{name[2:].replace('_', '-').replace('.no-', '.')}"
+            said = f" Did you mean '{negated}'?" if negated in known else hint(name, keys)
+            hints.append(f"unknown flag '{name}'.{said}")
         raise ConfigError("\n       ".join(hints) + " --help lists the sections of settings, --help-all all flags.")
     if stray:
         raise StrayWord(stray)

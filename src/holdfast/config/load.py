@@ -95,6 +95,11 @@ def _describe_stray(word: str, command: type[BaseModel], program: str, argv: lis
         elif os.sep in word and "--output-dir" in known:
             flag = "--output-dir"
     told = f"unexpected '{cut(word)}'. Settings are '--name value', files '@ file.toml'."
+    before = argv[argv.index(word) - 1].replace("_", "-") if word in argv[1:] else ""
+    if before in known and known[before].is_switch:
+        told += f" {before} takes no value{'' if before.startswith('--no-') else ', or true or false'}."
+    if f"--{word}".partition("=")[0].replace("_", "-") in known:
+        told += f" Did you mean '--{cut(word)}'?"
     if flag is None or argv.count(word) != 1 or (flag == "--output-dir" and flag in argv):
         return told
     at = argv.index(word)

@@ -150,6 +150,11 @@ def test_all_mistakes_are_told_at_once(write: Write) -> None:
     assert len(message.splitlines()) == 4
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbfmax_steps = 7")
+    assert sft("@", str(tmp_path / "marked.toml")).max_steps == 7
+
+
 def test_what_is_no_file_of_text_is_named(tmp_path: Path) -> None:
     assert "'@ nowhere/a.toml'" in refused("@", "nowhere/a.toml") and "path" in refused("@")
     assert "path" in refused("--trainer", "@", command=RlConfig) and str(tmp_path) in refused("@", str(tmp_path))
@@ -171,6 +176,16 @@ def test_what_is_no_file_of_text_is_named(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_words_that_fit_nowhere_are_refused(argv: list[str]) -> None:
     assert argv[-1].split("=")[-1].removeprefix("--") in refused(*argv)
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--data.pack", "maybe"], "--data.pack takes no value, or true or false."),
+    (["--no-data.pack", "yes"], "--no-data.pack takes no value."),
+    (["optim.weight_decay=0.1"], "Did you mean '--optim.weight_decay=0.1'?"),
+    (["s3://me:PW@b/x"], "unexpected 's3://***@b/x'"),
+])  # fmt: skip
+def test_what_a_stray_word_may_mean(argv: list[str], said: str) -> None:
+    assert said in refused(*argv)
 
 
 @pytest.mark.parametrize(("word", "packs"), [("false", False), ("True", True)])
