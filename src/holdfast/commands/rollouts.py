@@ -212,20 +212,16 @@ def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
 def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> Report:
     lines = [_line(group) for group in groups]
     document = {
-        "path": str(directory),
-        "step": batch.step,
-        "policy_version": batch.policy_version,
-        "weights_digest": batch.weights_digest,
-        "older_digests": batch.older_digests,
+        "path": str(directory), "step": batch.step, "policy_version": batch.policy_version,
+        "weights_digest": batch.weights_digest, "older_digests": batch.older_digests,
         "teacher_digest": batch.teacher_digest,
         "sampling": {name: msgspec.to_builtins(sampling) for name, sampling in _samplings(batch).items()},
-        "metrics": batch.metrics,
-        "dropped": msgspec.to_builtins(batch.dropped),
+        "metrics": batch.metrics, "dropped": msgspec.to_builtins(batch.dropped),
         "problems": [
             {"problem": index, "environment": group[0].environment, "task_id": group[0].task_id, **line}
             for index, (group, line) in enumerate(zip(groups, lines, strict=True))
         ],
-    }
+    }  # fmt: skip
     rows = [
         (str(index), group[0].environment, str(group[0].task_id), *_cells(line))
         for index, (group, line) in enumerate(zip(groups, lines, strict=True))
@@ -313,15 +309,9 @@ def _line(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        f"{line['rollouts']:,}",
-        number(line["reward_mean"]),
-        number(line["reward_std"]),
-        number(line["tokens_mean"]),
-        f"{line['sampled_tokens']:,}",
-        f"{line['truncated']:,}",
-        ", ".join(map(str, line["versions"])),
-    )
+    numbers = (number(line[name]) for name in ("reward_mean", "reward_std", "tokens_mean"))
+    rollouts, *sampled = (f"{line[name]:,}" for name in ("rollouts", "sampled_tokens", "truncated"))
+    return (rollouts, *numbers, *sampled, ", ".join(map(str, line["versions"])))
 
 
 def _shown_reasons(dropped: Mapping[str, Counts]) -> str:
@@ -331,12 +321,8 @@ def _shown_reasons(dropped: Mapping[str, Counts]) -> str:
 def _ledger(directory: Path, step: int) -> tuple[dict[str, Any], str]:
     """Return what the orchestrator's state after a batch counts, as a document and as a line."""
     accepted = read_accepted(directory / STATE_NAME, step=step)
-    document = {
-        "step": step,
-        "accepted": msgspec.to_builtins(accepted.drawn),
-        "batched": msgspec.to_builtins(accepted.batched),
-        "dropped": msgspec.to_builtins(accepted.dropped),
-    }
+    counts = {"accepted": accepted.drawn, "batched": accepted.batched, "dropped": accepted.dropped}
+    document = {"step": step, **msgspec.to_builtins(counts)}
     line = (
         f"up to batch {step}: {accepted.problems:,} problems accepted, {accepted.batched.problems:,} in batches, "
         f"dropped: {_shown_reasons(accepted.dropped)}"
