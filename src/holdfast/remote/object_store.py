@@ -118,7 +118,8 @@ class ObjectStore:
         except ValueError as error:
             raise ConfigError(f"{place}: {self._told(error)}. Write it as s3://bucket/prefix or file:///path") from None
         except Exception as error:  # some drivers connect now, and each raises errors of its own
-            failure = StorageError(f"{place}: connecting failed: {type(error).__name__}: {self._told(error)}")
+            told = f"{type(error).__name__}: {self._told(error)}. Check its host and user, or try again later."
+            failure = StorageError(f"{place}: connecting failed: {told}")
             failure.may_pass = is_transient(error)
             raise failure from error
         self._root = str(root).rstrip("/")
