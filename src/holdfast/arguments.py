@@ -42,8 +42,7 @@ class Parser(argparse.ArgumentParser):
 class Subcommands:
     """A parser with subcommands, which share the arguments of the parser `shared`.
 
-    Commands that messages print begin with `prefix`, such as `uv run `.
-    """
+    Commands that messages print begin with `prefix`, such as `uv run `."""
 
     def __init__(
         self, program: str, description: str, epilog: str, *, prefix: str = "", shared: Parser | None = None

@@ -75,8 +75,7 @@ def printable(text: object, *, most: int = MOST_CHARACTERS) -> str:
     r"""Return `text` cut, with everything escaped that a terminal would act on or a file could not hold.
 
     A line break becomes `\n`: a log has one line for one message, and nobody else writes lines into it. `most`:
-    characters that are kept.
-    """
+    characters that are kept."""
     text = text_of(text)
     kept = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
@@ -158,8 +157,7 @@ class CheckpointError(HoldfastError):
 class ProcessKilled(HoldfastError):
     """Something outside the run killed a process of an environment, so the answer is not at fault.
 
-    An environment may raise it for its own process. The group is then played again, without sampling again.
-    """
+    An environment may raise it for its own process. The group is then played again, without sampling again."""
 
 
 class StorageError(CheckpointError):

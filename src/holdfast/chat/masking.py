@@ -134,8 +134,7 @@ def _twice_ended(tokenizer: Tokenizer, *trained: Sequence[int]) -> Iterator[str]
 def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") -> Encoded:
     """Return the chat up to its last trained turn. `train_on`: all turns of the assistant, or the last. Raise
     ConfigError if the tokenizer has no chat template; DataError if the chat cannot be trained. If the chat breaks a
-    rule of the template, the error names a change that was tried and works.
-    """
+    rule of the template, the error names a change that was tried and works."""
     try:
         return _encoded(chat, tokenizer, train_on)
     except TemplateRefusal as error:

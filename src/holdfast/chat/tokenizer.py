@@ -173,8 +173,7 @@ class Tokenizer:
     def text_prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt of plain text, with BOS if the tokenizer adds it.
 
-        BOS is not added to a text that already begins with it.
-        """
+        BOS is not added to a text that already begins with it."""
         token_ids = self.encode(text)
         beginning = self._text_beginning
         return token_ids if token_ids[: len(beginning)] == beginning else beginning + token_ids
@@ -267,8 +266,7 @@ class Tokenizer:
 
         Closes the assistant's turn where sampling did not, adds `messages`, opens the next turn. Nothing before is
         rendered or tokenised again. `around`: what `around_assistant` says of these messages and tools; unset: it is
-        asked. Raise DataError if the template cannot continue a chat, or leaves out what a message says.
-        """
+        asked. Raise DataError if the template cannot continue a chat, or leaves out what a message says."""
         around = around or self.around_assistant(messages, tools=tools)
         text, token_ids = around.after, self._ids_after(around)
         if not text:
@@ -293,8 +291,7 @@ class Tokenizer:
     def _length_of_closing(self, token_ids: list[int], last_token_id: int) -> int:
         """Return how many ids after an assistant's turn only close it, if `last_token_id` closed it already.
 
-        Some templates write white space before the token that ends the turn (as Llama 2's), which was not sampled.
-        """
+        Some templates write white space before the token that ends the turn (as Llama 2's), which was not sampled."""
         if last_token_id not in self.stop_token_ids or last_token_id not in token_ids:
             return 0
         place = token_ids.index(last_token_id)
@@ -431,8 +428,7 @@ def complete_end_tokens(directory: Path) -> None:
 
     Without them, other programs than ours would not stop at the end of a turn. The file stays, with a
     warning, if the tokenizer or its template cannot be read. The tokenizer's files stay: its `eos_token` may be in
-    templates.
-    """
+    templates."""
     path = directory / _GENERATION
     if not path.is_file():
         return

@@ -31,8 +31,7 @@ def trace(run_dir: RunDir, *, step: str, index: int, server: str | None = None) 
     """Show for each part of one rollout the weights and the request that sampled it.
 
     A server with these weights answers the `request` of a part with the same tokens: `server` is asked, and other
-    tokens are a problem. Raise as `show`; InferenceError if the server does not answer, or has none of the weights.
-    """
+    tokens are a problem. Raise as `show`; InferenceError if the server does not answer, or has none of the weights."""
     batch = read_batch_at(find_batch(run_dir, "trace", step))
     if not 0 <= index < len(batch.rollouts):
         raise ConfigError(f"INDEX {index}: batch {batch.step} has the rollouts 0 to {len(batch.rollouts) - 1}.")

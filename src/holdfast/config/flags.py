@@ -145,8 +145,7 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
 def read_flags(words: list[str], known: Mapping[str, Flag]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of the flags by dotted key, and the flag that gave each, as the user wrote it. A repeated list
     is continued, a repeated table added to. Raise ConfigError for a word that is not a flag, a flag without its value,
-    or a value that must be JSON and is not; StrayWord as said there.
-    """
+    or a value that must be JSON and is not; StrayWord as said there."""
     values: dict[str, Any] = {}
     given: dict[str, str] = {}
     waiting = list(reversed(words))

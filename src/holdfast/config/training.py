@@ -603,8 +603,7 @@ def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
     Linear warm-up, `lr * step / warmup_steps`; then `lr`, or from `lr` on the first step after the warm-up down a line
     or half a cosine, which would be at `lr * min_lr_ratio` on the step after `schedule_steps` (unset: `max_steps`).
     That is what transformers' schedules give after `step - 1` steps, and within the warm-up after `step`: theirs begins
-    with a step at rate 0, which trains nothing. Steps after `schedule_steps` keep the rate of that step.
-    """
+    with a step at rate 0, which trains nothing. Steps after `schedule_steps` keep the rate of that step."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     end = schedule_end(config, max_steps)

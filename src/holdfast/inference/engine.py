@@ -185,8 +185,7 @@ def give_logprobs_of_model(engine: AsyncLLM) -> None:
     """Have vLLM's own routes give the log-probabilities that vLLM documents: before temperature, cuts and penalties.
 
     This engine computes them after, as the trainer needs them. Without changes to the distribution, and if the best
-    token is taken, both are the same. For other requests see `_with_logprobs_of_model`.
-    """
+    token is taken, both are the same. For other requests see `_with_logprobs_of_model`."""
     generate = engine.generate
 
     def generated(prompt: Any, params: Any, request_id: str, **named: Any) -> AsyncGenerator[RequestOutput]:
@@ -212,8 +211,7 @@ async def _with_logprobs_of_model(
 
     A stream gets the whole answer at its end. An answer without `max_tokens` is a token shorter than the model allows.
     Raise VLLMValidationError if a grammar masks tokens, or the log-probabilities are asked for by token;
-    EngineGenerateError if other weights came meanwhile, whose log-probabilities would be others.
-    """
+    EngineGenerateError if other weights came meanwhile, whose log-probabilities would be others."""
     for name in ("structured_outputs", "logprob_token_ids"):
         if getattr(params, name):
             raise VLLMValidationError(
@@ -356,8 +354,7 @@ def _cache_prefixes(args: Namespace) -> None:
 
     vLLM's blocks on CPUs have 128 tokens, and only full blocks are shared: a group would compute a shorter prompt once
     for each answer. For models with a recurrent state vLLM needs chunked prefill to keep prefixes, and then the result
-    of a request depends on the requests beside it.
-    """
+    of a request depends on the requests beside it."""
     model = AsyncEngineArgs.from_cli_args(args).create_model_config()
     if model.dtype is torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():  # then oneDNN emulates them
         report(
@@ -381,8 +378,7 @@ def _cache_prefixes(args: Namespace) -> None:
 def _fork_engine() -> None:
     """Let vLLM fork its engine instead of spawning it, which saves a second import of everything.
 
-    On CPU only: CUDA contexts and OpenMP teams do not survive a fork, so this process must not compute with torch.
-    """
+    On CPU only: CUDA contexts and OpenMP teams do not survive a fork, so this process must not compute with torch."""
     engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
     server_pid = forking_pid = os.getpid()
 

@@ -138,8 +138,7 @@ def set_environment(config: InferenceConfig, device: DeviceType) -> None:
 def check(config: InferenceConfig, *, key: str = "model") -> Preflight:
     """Check everything that can be checked without vLLM. `key`: of the section of the served model in the command that
     the user gave. Raise ConfigError if the address or the admin token is at fault, or `max_len` is more than the model
-    takes; DataError if the model directory is at fault.
-    """
+    takes; DataError if the model directory is at fault."""
     admin_token = required_token(config.server)
     with contextlib.ExitStack() as unless_all_is_well:
         sock = unless_all_is_well.enter_context(bind(config.server))

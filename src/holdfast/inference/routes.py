@@ -258,8 +258,7 @@ class Routes:
 class PolicyVersionMiddleware:
     """Stamps every answer with the policy version, counts requests to vLLM's generation routes, renews the lease.
 
-    `3` served from the request's arrival to its answer; `3-4`: the weights changed meanwhile.
-    """
+    `3` served from the request's arrival to its answer; `3-4`: the weights changed meanwhile."""
 
     def __init__(
         self, app: ASGIApp, *, engine_weights: EngineWeights, metrics: ServerMetrics, ownership: Ownership

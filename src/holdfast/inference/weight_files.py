@@ -103,8 +103,7 @@ class Architecture:
     def ignored(self) -> frozenset[str]:
         """Names of tensors in files that transformers leaves out, such as layers that predict several tokens ahead.
 
-        The trainer never publishes them.
-        """
+        The trainer never publishes them."""
         return frozenset() if self.model_dir is None else _ignored(self.model_dir, self.shapes.keys())
 
 
@@ -112,8 +111,7 @@ def read_architecture(model_dir: Path) -> Architecture:
     """Return which tensors the weights of the model in `model_dir` consist of.
 
     The headers of its weights name them; without weights, transformers builds the model of its config.json on the meta
-    device.
-    """
+    device."""
     tied = bool(json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings", False))
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weights_files(model_dir):
@@ -161,8 +159,7 @@ def read_weights(
     """Read all weights in `directory` and check them: completeness, shapes, dtypes, finiteness.
 
     Sizes, checksums and `version`, unless that is None, must match the manifest, if there is one. Raise DataError that
-    names the file or tensor at fault, and what was expected.
-    """
+    names the file or tensor at fault, and what was expected."""
     tensors, digest = read_files(directory, architecture, version=version)
     check_names(directory, tensors, architecture)
     tensors = {
@@ -322,8 +319,7 @@ def checked(
 ) -> torch.Tensor:
     """Return `tensor` in `dtype` after checking shape, dtype and finiteness; a vector in the dtype of the file.
 
-    The engine casts vectors itself, and holds some in float32, such as the correction bias of experts.
-    """
+    The engine casts vectors itself, and holds some in float32, such as the correction bias of experts."""
     check_fit(directory, name, tensor, architecture)
     # A vector of another dtype as a copy: it would hold the whole file in memory, of which matrices are copies.
     tensor = tensor.to(dtype if tensor.ndim > 1 else tensor.dtype, copy=tensor.dtype != dtype)
@@ -460,8 +456,7 @@ class DirectorySource:
     def stage(self, location: str, version: int) -> CheckedWeights:
         """Return the weights in the directory `location`. Called in a thread; the model itself is only read. Raise
         DataError if there are no whole weights of `version`, or an adapter of other weights; ReadError or OSError if
-        the files could not be read, and may be right.
-        """
+        the files could not be read, and may be right."""
         directory = Path(location)
         if not holds_adapter(directory):
             return read_weights(directory, self.architecture, dtype=self._dtype, version=version)

@@ -158,8 +158,7 @@ class EngineWeights:
         weights come from there. The workers join while the old weights serve, and receive the weights into the frozen
         model. Raise RequestError: 409 if the directory or the transfer cannot be used, or another run owns the server;
         507 if the storage fails. Nothing has changed then. 503 with `torn` if the transfer broke off, or the workers
-        differ.
-        """
+        differ."""
         async with self._lock:
             # Under the lock: the owner may change during another update.
             self._ownership.claim(owner)

@@ -65,8 +65,7 @@ class StageResult(TypedDict):
 def prepare_engine_process(*, parent: int) -> None:
     """Make this process end with process `parent`, limit torch's threads as the environment says, and mend kernels.
 
-    Call before vLLM binds threads: later `torch.set_num_threads` has no effect.
-    """
+    Call before vLLM binds threads: later `torch.set_num_threads` has no effect."""
     die_with_parent(parent=parent)
     if current_platform.is_cpu():
         _mend_kernels()
@@ -77,8 +76,7 @@ def prepare_engine_process(*, parent: int) -> None:
 def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:
     """Return vLLM's in-place rotary embedding, also for queries and keys (tokens, heads, size) of LFM2.
 
-    vLLM's kernel for CPUs treats these as one head, and rotates beyond its end.
-    """
+    vLLM's kernel for CPUs treats these as one head, and rotates beyond its end."""
 
     def flattened(
         positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *others: Any, **named: Any
@@ -94,8 +92,7 @@ def _never_one_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch
     """Return vLLM's matrix product on CPUs with a single row doubled.
 
     For one row oneDNN uses another kernel, which adds up more than 1,024 products in float32 in another order. The last
-    answer of a batch would have other bits than the same answer beside others.
-    """
+    answer of a batch would have other bits than the same answer beside others."""
 
     def multiplied(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if torch.compiler.is_compiling():  # vLLM compiles one graph for any number of rows
@@ -112,8 +109,7 @@ def _never_one_row(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch
 def _in_sixteens(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return PyTorch's linear layer with rows padded to a multiple of 16; vLLM uses this layer for small products.
 
-    In float32 the order of MKL's sums depends on the number of rows.
-    """
+    In float32 the order of MKL's sums depends on the number of rows."""
 
     def applied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -214,8 +210,7 @@ class PolicyWorker:
         """Swap the staged weights into the model and return their digest. The engine must be paused.
 
         If a transfer breaks off, the model is torn until the next call succeeds. A half-written model must never serve,
-        so any other failure ends the process with SWAP_FAILED_EXIT_CODE.
-        """
+        so any other failure ends the process with SWAP_FAILED_EXIT_CODE."""
         try:
             staged, self._staged = self._staged, None
             assert staged is not None, "apply_weights without stage_weights"
@@ -285,8 +280,7 @@ def _forget_torn_layers(model: torch.nn.Module) -> None:
 def _forget_packed_experts(model: torch.nn.Module) -> list[Any]:
     """Make layers of experts pack their weights again, as at the first load; return their packing methods.
 
-    On CPU vLLM packs only at the first load: a reload would copy plain weights into the memory of packed weights.
-    """
+    On CPU vLLM packs only at the first load: a reload would copy plain weights into the memory of packed weights."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     packing = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method in packing:
@@ -297,8 +291,7 @@ def _forget_packed_experts(model: torch.nn.Module) -> list[Any]:
 def _repack_tied_layers(model: torch.nn.Module) -> None:
     """Pack again the weights of tied output layers, which keep a packed beside a plain weight.
 
-    The reload renews the embedding's weight, but not the packed copy, which would compute with the old weights.
-    """
+    The reload renews the embedding's weight, but not the packed copy, which would compute with the old weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     dispatch: Callable[..., None] = dispatch_cpu_unquantized_gemm

@@ -216,8 +216,7 @@ def with_engines(config: RlConfig, machine: Machine) -> RlConfig:
     """Return `config` with engines for the GPUs that the trainer leaves, or for half of all.
 
     Engines or servers that the user names stay, and engines on the CPU, which may be more than its cores can take: then
-    raise `ConfigError`.
-    """
+    raise `ConfigError`."""
     inference, parallel = config.inference, config.trainer.parallel
     if machine.engine_device == "cpu":
         _check_cores(inference.engines, key="inference.engines")
@@ -259,8 +258,7 @@ def _are(count: int) -> str:
 def choose_training(config: TrainingCommand, placement: Placement, *, clean: bool) -> dict[str, Any]:
     """Fill in, in place, what a training program's settings leave to its device; return it by dotted key. `clean`: the
     run in the directory is removed, and nothing of it kept. Raise ConfigError if the number of ranks does not fit the
-    other settings.
-    """
+    other settings."""
     device = placement.trainer_device
     before = settings_of_run(config, clean=clean)
     dtype = before.get("model", {}).get("dtype") if config.model.dtype is None else None

@@ -221,8 +221,7 @@ def forecast_meanwhile(
 ) -> None:
     """Print the forecast of a run on GPUs as soon as it is known, by a thread, while the run starts.
 
-    A step that does not fit is a warning: a run may take less than the most that is calculated.
-    """
+    A step that does not fit is a warning: a run may take less than the most that is calculated."""
 
     def tell(config: TrainingCommand) -> None:
         lines: list[str] = []

@@ -42,8 +42,7 @@ def _opener() -> urllib.request.OpenerDirector:
 def place_of_beats(run_dir: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Make a directory for the heartbeats of the run in `run_dir`, in memory if possible; remove it at the end.
     `is_shared`: processes of other hosts send heartbeats as well: it is in `run_dir`, which they see. The next launcher
-    takes over the directory of a killed one, or the launcher of another run removes it.
-    """
+    takes over the directory of a killed one, or the launcher of another run removes it."""
     if is_shared:
         place = run_dir.absolute() / "beats"
         place.mkdir(mode=0o700, exist_ok=True)
@@ -106,8 +105,7 @@ class LivenessMonitor:
     """Heartbeats of one process, and the answers of its health route if it has one.
 
     A health route that generates a token for its answer tells a hung engine from a living one. `probe_period_s`:
-    between a good answer of the health route and the next probe; it counts as silence.
-    """
+    between a good answer of the health route and the next probe; it counts as silence."""
 
     def __init__(
         self, heartbeat: Path, health: Health | None = None, *, probe_period_s: float = PROBE_PERIOD_S

@@ -238,8 +238,7 @@ class Nodes:
 def meet(parallel: ParallelConfig, rank: int | None) -> socket.socket | None:
     """Return where the nodes connect to; None: another node is the head. `rank`: of this node, from an outer launcher:
     0 is the head. None: the head is the host of the address. Raise ConfigError if this node must be the head, and
-    cannot listen at the address.
-    """
+    cannot listen at the address."""
     host, port = parallel.rendezvous
     if rank is not None and rank > 0:
         return None

@@ -108,8 +108,7 @@ class ClusterPlacement:
 def placed_on_cluster(config: RlConfig) -> Iterator[ClusterPlacement | None]:
     """Find places for the processes of a run on the cluster that `config` names, if any; give them back at the end.
 
-    A dry run takes nothing. Raise ConfigError if the cluster is not there, or is too small for this run.
-    """
+    A dry run takes nothing. Raise ConfigError if the cluster is not there, or is too small for this run."""
     nodes = config.trainer.parallel.nodes
     if config.cluster is None:
         if nodes > 1:

@@ -54,8 +54,7 @@ from holdfast.view.tables import size
 def check_training(config: TrainingCommand) -> None:
     """Check models, data and functions of the user of one training program. Raise DataError or ReadError if a local
     path is missing, of another kind or unreadable; ConfigError if a function of the user cannot be loaded, or a setting
-    is missing that `rl` would hand down.
-    """
+    is missing that `rl` would hand down."""
     check_model_path(config.model.name, key="model.name")
     ckpt = config.ckpt
     if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.init_from)):
@@ -110,8 +109,7 @@ def check_orchestrator(config: OrchestratorConfig) -> None:
 def check_inference(config: InferenceConfig) -> None:
     """Check that model, weights and tokenizer are there, and whole as far as headers tell. Raise DataError or ReadError
     if they are not; ConfigError if vLLM or the admin token is missing, or the settings ask for several servers or too
-    long sessions.
-    """
+    long sessions."""
     if config.engines > 1:
         raise ConfigError(
             f"engines = {config.engines}: `inference` is one server. Start it once for each, with a --server.port and "

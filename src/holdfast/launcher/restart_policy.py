@@ -71,8 +71,7 @@ class RestartLimit:
 
         Deaths by a signal, crashes and a dead engine are worth another try, reported errors are not. `stuck_at`: the
         step at which it made no progress. That takes longer to notice than any window, so it may be started again
-        `limit` times at the same step.
-        """
+        `limit` times at the same step."""
         if exit_code in _REPORTED:
             return None
         if stuck_at is not None:
@@ -115,8 +114,7 @@ class StorageBackoff:
         """Return the seconds to wait before the next try, after a failure after `step`; None: give up.
 
         The time begins again with each new step, because then there was room again; and with an older step, if nothing
-        failed for `timeout_s`, as such steps were trained again.
-        """
+        failed for `timeout_s`, as such steps were trained again."""
         now = awake_s()
         was_well = now - self._last_s > self.timeout_s
         self._last_s = now
@@ -165,8 +163,7 @@ class RestartPolicy:
 def engine_failure(log: Path, *, begin: int = 0) -> str | None:
     """Return all lines of the exception that ended the engine of the last start in `log`, the first of a chain.
 
-    None if the log has no exception, or if the engine was killed. `begin`: bytes of `log` that others wrote before.
-    """
+    None if the log has no exception, or if the engine was killed. `begin`: bytes of `log` that others wrote before."""
     lines = end_of_log(log, begin=begin)
     starts = [number for number, line in enumerate(lines) if _START in line]
     lines = lines[starts[-1] if starts else 0 :]
@@ -373,8 +370,7 @@ class FailureDetector:
     def can_spare(self, child: Child) -> bool:
         """Whether the run can continue without `child`: an inference server, if another one lives or is started again.
 
-        A reported error would end the others as well.
-        """
+        A reported error would end the others as well."""
         others = [one for one in self._supervisor.children if is_engine(one.name) and one is not child]
         return is_engine(child.name) and bool(others) and self._code_of(child) not in (2, 3)
 

@@ -157,8 +157,7 @@ def chosen_servers(config: RlConfig, *, picks_port: bool) -> Iterator[Servers]:
     """Choose servers, and hold them until the end; then give them back.
 
     A port that is picked is written into `config`. A dry run holds nothing. Raise InferenceError with exit code 2 if
-    the address is taken by another run, another model or another program; ConfigError if no port is free.
-    """
+    the address is taken by another run, another model or another program; ConfigError if no port is free."""
     choice = _ServerChoice(config)
     try:
         yield choice.make(picks_port=picks_port)

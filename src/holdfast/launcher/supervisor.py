@@ -180,8 +180,7 @@ class Supervisor:
         """Pass a signal on to the trainer and wait for its end; return whether it came within `timeout_s`.
 
         SIGUSR1 arrives as itself, SIGINT as SIGUSR2, and any other signal as SIGTERM. A new signal to the launcher ends
-        the wait.
-        """
+        the wait."""
         if child.process.poll() is None:
             passed_on = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGUSR2}
             child.process.signal(passed_on.get(signal.Signals(number), signal.SIGTERM))

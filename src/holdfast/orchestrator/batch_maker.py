@@ -132,8 +132,7 @@ class BatchMaker:
         before have ended, so it never depends on timing.
 
         Raises EnvironmentFailure if an environment failed and `on_error` is `stop`, or no group is left; InferenceError
-        if an engine failed.
-        """
+        if an engine failed."""
         # A copy: a batch that fails leaves the state after the last whole one.
         state = self.state.copy()
         teacher, digest = self.teacher, weights.digest
@@ -245,8 +244,7 @@ def adopt_curricula(state: OrchestratorState, config: OrchestratorConfig) -> Non
     """Make `state` fit the curricula of `config`, and log what changed since the checkpoint.
 
     Changed levels or arguments are judged from scratch, at the old level number or the last level; task numbers
-    continue, so no task comes twice. A changed gate or window judges the rewards that the state has.
-    """
+    continue, so no task comes twice. A changed gate or window judges the rewards that the state has."""
     for section in config.environments:
         position, settings = state.environments[section.label], section.curriculum
         if settings is None:
@@ -326,8 +324,7 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
 def adopt_mix(state: OrchestratorState, config: OrchestratorConfig) -> None:
     """Make `state` fit the environments of `config`: task numbers stay, and new environments begin at 0.
 
-    A changed mix resets the credits, which count in units of the old weights, and logs a warning.
-    """
+    A changed mix resets the credits, which count in units of the old weights, and logs a warning."""
     integers = integer_weights({section.label: section.weight for section in config.environments})
     before = {name: position.weight for name, position in state.environments.items()}
     for name, weight in integers.items():
@@ -349,8 +346,7 @@ def next_environment(state: OrchestratorState) -> str:
     """Return the environment of the next problem, and advance `state`.
 
     Smooth weighted round-robin (nginx's): each environment earns its weight, the richest pays the total. The shares of
-    any stretch are as near to the weights as whole problems allow.
-    """
+    any stretch are as near to the weights as whole problems allow."""
     positions = {name: position for name, position in state.environments.items() if position.weight}
     for position in positions.values():
         position.credit += position.weight

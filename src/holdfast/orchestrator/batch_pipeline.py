@@ -43,8 +43,7 @@ _log = logging.getLogger("orchestrator")
 class BatchPublisher:
     """Writes one batch at a time to the journal (`rollouts/step_N`), on a thread, while the next one is generated.
 
-    Batch N is visible before batch N + 1 begins to be written. Use as an async context manager.
-    """
+    Batch N is visible before batch N + 1 begins to be written. Use as an async context manager."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -176,8 +175,7 @@ class BatchPipeline:
     async def _evaluate(self, weights: PublishedWeights) -> dict[str, float]:
         """Evaluate the version that has just made a batch, if due; return metrics for this batch.
 
-        The state of the same batch records the evaluation, so its numbers come with one batch, whatever is killed.
-        """
+        The state of the same batch records the evaluation, so its numbers come with one batch, whatever is killed."""
         state, begin = self.maker.state, time.perf_counter()
         if self.evaluation is None or not self.evaluation.is_due(weights.version, after=state.evaluated_version):
             return {}
@@ -201,8 +199,7 @@ def version_for(step: int, run_dir: RunDir, *, async_level: int, trainer_step: i
     """Return the policy version that samples batch `step`: `max(0, step - 1 - async_level)`, if it is published.
 
     The first batches after a resume may need versions from before the checkpoint. If such a version is gone, the
-    resumed version `trainer_step` samples the batch, which then differs from an uninterrupted run.
-    """
+    resumed version `trainer_step` samples the batch, which then differs from an uninterrupted run."""
     # Step N trains batch N on weights N - 1.
     wanted = max(0, step - 1 - async_level)
     if wanted >= trainer_step or is_committed(run_dir.weights_of(wanted)):
@@ -218,8 +215,7 @@ def version_for(step: int, run_dir: RunDir, *, async_level: int, trainer_step: i
 class BatchTimes:
     """The parts of the wall time of one batch, in seconds.
 
-    `period` is the time since the end of the batch before, and `busy` its part with a request in flight.
-    """
+    `period` is the time since the end of the batch before, and `busy` its part with a request in flight."""
 
     period: float
     wait_for_weights: float

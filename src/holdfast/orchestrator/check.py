@@ -31,8 +31,7 @@ def check_environments(config: OrchestratorConfig) -> None:
     """Check every environment of an RL run, and of its evaluations.
 
     Raises ConfigError or DataError if one does not exist, or its arguments, or its tools and the model do not fit;
-    EnvironmentFailure if its module raises an error.
-    """
+    EnvironmentFailure if its module raises an error."""
     built_in = _check_all(config.environments, key="environments")
     _warn(built_in, config.environments)
     check_tools(built_in, config.environments, tokenizer_name=config.model.tokenizer_name)

@@ -129,8 +129,7 @@ async def run_group(
     If `on_error` is `drop`, a failure does not stop the other sessions, so that the counts do not depend on timing.
 
     Raises EnvironmentFailure or PromptTooLong if `on_error` is `stop`; InferenceError or RunDirError if an engine or
-    the log of generations failed, even if the environment caught that error.
-    """
+    the log of generations failed, even if the environment caught that error."""
     sessions: list[Session] = []
     settings = config.rollouts_of(problem.settings)
     try:
@@ -353,8 +352,7 @@ class Sampler:
     """Samples turns for the sessions of one batch, all by the weights of its log.
 
     Equal prompts in the same turn of the event loop become one request with several seeds, which the engine prefills
-    once. A failure ends the batch even if the environment catches it, see `guard`.
-    """
+    once. A failure ends the batch even if the environment catches it, see `guard`."""
 
     def __init__(self, client: InferenceClient, log: GenerationLog) -> None:
         self._client = client

@@ -67,8 +67,7 @@ def decode_answer(payload: bytes) -> Answer:
 class GenerationLog:
     """Append-only log of finished generations of one batch, indexed in memory.
 
-    Raises RunDirError if the file cannot be read or written.
-    """
+    Raises RunDirError if the file cannot be read or written."""
 
     def __init__(
         self,

@@ -440,8 +440,7 @@ class Workers:
     async def play(self, problem: Problem, step: int, sampler: TurnCache, *, is_alone: bool = False) -> Outcome:
         """Return what `run_group` would, from a worker; a group that ends its worker fails as `on_error` says.
 
-        Raises GroupKilled if the worker, or a process of the environment's own, was killed from outside.
-        """
+        Raises GroupKilled if the worker, or a process of the environment's own, was killed from outside."""
         what = context_of(problem)
         while True:
             sampler.begin_again()
@@ -480,8 +479,7 @@ class Workers:
     async def _play_alone(self, problem: Problem, step: int, sampler: TurnCache) -> Played | Failed:
         """Return the result of a group from a worker of its own.
 
-        Raises _AtRest if it waits for the next round, for which other groups may need the place of this worker.
-        """
+        Raises _AtRest if it waits for the next round, for which other groups may need the place of this worker."""
         async with self._alone:
             worker = self._new()
             playing = asyncio.create_task(worker.play(problem, step, sampler, is_alone=True))

@@ -66,8 +66,7 @@ def new_client() -> httpx.AsyncClient:
 async def ask_once(client: httpx.AsyncClient, request: JudgeRequest) -> ChatReply:
     """Return the reply to a request; `timeout_s` bounds the whole answer, and the key is in no message. Raise
     Unavailable if the judge is busy, fails or cannot be reached; JudgeFailure if the judge refuses, or its answer is
-    not a chat completion; JudgeDenied if the key is wrong, or the judge does not know the model.
-    """
+    not a chat completion; JudgeDenied if the key is wrong, or the judge does not know the model."""
     import httpx
 
     what = f"judge: POST {masked(request.url)}"
@@ -142,8 +141,7 @@ class JudgeQueue:
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`, sent again while the judge is busy or away.
 
-        Raises JudgeFailure if that lasts too long, or the judge refuses or gives no chat completion; JudgeDenied.
-        """
+        Raises JudgeFailure if that lasts too long, or the judge refuses or gives no chat completion; JudgeDenied."""
         queued_at = awake_s()
         async with self._slots:
             attempts, failing_since = RetryPolicy(request.retry_for_s, key="retry_for_s"), math.inf
@@ -198,8 +196,7 @@ class Replied(msgspec.Struct, frozen=True, tag="reply_1"):
 class ReplyLog:
     """Replies by request, in memory and in a file, which the first reply creates; `path` None: no file.
 
-    Raises RunDirError if the file cannot be read or written.
-    """
+    Raises RunDirError if the file cannot be read or written."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -270,8 +267,7 @@ class JudgeClient:
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`, while the clock of the call stands still.
 
-        Raises JudgeFailure without a reply; JudgeDenied or RunDirError if nothing can be asked or kept any more.
-        """
+        Raises JudgeFailure without a reply; JudgeDenied or RunDirError if nothing can be asked or kept any more."""
         self._failure.check()
         key = request.key
         if (found := self._log.find(key)) is not None:

@@ -153,8 +153,7 @@ class _LiveGroup:
     def note_drop(self) -> None:
         """Note in the state that the group was dropped before its sessions had ended.
 
-        Played again, its sessions might get further until then, as far as the rounds allow that were played since.
-        """
+        Played again, its sessions might get further until then, as far as the rounds allow that were played since."""
         if self._playing.done() and not all(clock.has_ended for clock in self._clocks):
             outcome = self._playing.result()
             assert isinstance(outcome, Dropped)
@@ -300,8 +299,7 @@ class RoundsMaker(BatchMaker):
         """Return the groups of batch `step`: the oldest that are done, sampled by `weights` and versions before them.
 
         Raises EnvironmentFailure if an environment failed and `on_error` is `stop`, or no group is left; InferenceError
-        if an engine failed; ConfigError if an environment samples while it scores.
-        """
+        if an engine failed; ConfigError if an environment samples while it scores."""
         state = self.state.copy()
         rounds = state.rounds = state.rounds or RoundsState()
         rounds.digests[weights.version] = weights.digest
@@ -377,8 +375,7 @@ class RoundsMaker(BatchMaker):
         """Return the groups of the next batch, the oldest that are done; empty if a group is missing.
 
         A dropped group waits for all older groups: failures are quick, and would fill a batch. The trainer waits for
-        older groups if they would be too old for the batches after that have a place for them.
-        """
+        older groups if they would be too old for the batches after that have a place for them."""
         number, level = self.config.problems_per_step, self.config.async_level
         missing = [place for place, group in enumerate(self._open) if group.outcome is None]
         first = missing[0] if missing else len(self._open)

@@ -20,8 +20,7 @@ from holdfast.protocol.rollouts import PLAIN_SAMPLING, Logprobs, Rollout, TokenI
 async def adopt_served_weights(client: InferenceClient, *, key: str) -> str:
     """Return the digest of the weights that all servers serve, and refuse others from now on.
 
-    Raises InferenceError if a server of the section `key` has no weights, or two have different weights.
-    """
+    Raises InferenceError if a server of the section `key` has no weights, or two have different weights."""
     found: dict[Engine, ServedWeights] = {}
 
     async def look(engine: Engine) -> None:
@@ -67,8 +66,7 @@ class Teacher:
     async def add_logprobs(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
         """Fill in the `reference_logprobs` of a finished rollout, from `log` or the servers.
 
-        Raises InferenceError if a server failed, or serves other weights.
-        """
+        Raises InferenceError if a server failed, or serves other weights."""
         # One branch after the other: the servers have cached the start of the next one.
         judged = Logprobs()
         for branch in rollout.branches:
@@ -117,8 +115,7 @@ async def connect_teacher(config: OrchestratorConfig, *, digest: str) -> AsyncIt
 
     Raises InferenceError if a server does not answer, or serves another model or none; ConfigError if a server's
     longest session is too short; CheckpointError if the batches so far have a teacher of another `digest` (empty before
-    the first batch).
-    """
+    the first batch)."""
     if config.teacher is None:
         yield None
         return

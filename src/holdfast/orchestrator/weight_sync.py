@@ -119,8 +119,7 @@ async def wait_for_weights(
 ) -> PublishedWeights:
     """Wait for the trainer to publish `version`; `check` is called again and again, and may raise. `takes_offers`:
     return the version as soon as the trainer offers it. Raises WaitedInVain after `timeout_s` seconds without progress
-    of any process; CheckpointError if the published weights are damaged, or another version.
-    """
+    of any process; CheckpointError if the published weights are damaged, or another version."""
     wait = Wait(timeout_s)
     path = run_dir.weights_of(version)
     while True:
@@ -174,8 +173,7 @@ class WeightPusher:
         """Make all usable engines serve `weights`, and return what they serve; lost engines get it when they return.
 
         Raises InferenceError: an engine refused the weights, belongs to another run, reports another version or digest,
-        or computes other numbers with them; or all engines were away for too long.
-        """
+        or computes other numbers with them; or all engines were away for too long."""
         for _ in range(_REPLACEMENTS):
             try:
                 # Also if it is served already: an engine may have been restarted.
@@ -238,8 +236,7 @@ class WeightPusher:
 async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer: Offer, owner: Owner) -> bool:
     """Have the engines that serve something else take `offer`, all in one group; return whether all have it.
 
-    One attempt, and no error: an engine without the weights then gets the directory.
-    """
+    One attempt, and no error: an engine without the weights then gets the directory."""
 
     async def join(engine: Engine, first_rank: int) -> None:
         transfer = Transfer(offer, num_members=num_members, first_rank=first_rank, attempt=attempt)
@@ -270,8 +267,7 @@ async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer:
 async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:
     """Make an engine serve `weights`, and read version and digest back.
 
-    Raises Unavailable if the engine was lost meanwhile, InferenceError if it refused or serves something else.
-    """
+    Raises Unavailable if the engine was lost meanwhile, InferenceError if it refused or serves something else."""
     served = await engine.served()
     if (served.version, served.digest) != (weights.version, weights.digest):
         boot_id = served.boot_id
@@ -297,8 +293,7 @@ async def check_parity_prompt(
 ) -> None:
     """Compare the parity prompt's log-probabilities of trainer and engine for the same weights.
 
-    Raises Unavailable if the engine was lost meanwhile, InferenceError if they differ too much.
-    """
+    Raises Unavailable if the engine was lost meanwhile, InferenceError if they differ too much."""
     request = GenerateRequest(
         token_ids=parity.token_ids,
         seeds=[0],

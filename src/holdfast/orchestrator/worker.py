@@ -353,8 +353,7 @@ async def _serve(connection: socket.socket) -> None:
 def _end_group_with_this_process() -> None:
     """Fork a process that kills everything that the environment has started when this process has died.
 
-    The orchestrator does the same, but may be dead too. The new process is outside of the group, without its files.
-    """
+    The orchestrator does the same, but may be dead too. The new process is outside of the group, without its files."""
     worker = os.getpid()
     if os.fork():
         return

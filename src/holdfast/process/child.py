@@ -156,8 +156,7 @@ def name_output() -> None:
 def make_output_lossy(*names: str) -> None:
     """Let stdout and stderr drop what their disk cannot take, and what nobody reads any more (`| tee log` that died).
 
-    No process ends, or changes its exit code, by that. `names`: `stdout` or `stderr`; unset: both.
-    """
+    No process ends, or changes its exit code, by that. `names`: `stdout` or `stderr`; unset: both."""
     for name in names or ("stdout", "stderr"):
         _replace_stream(name, _LossyFile, line_buffering=True)
 

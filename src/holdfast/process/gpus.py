@@ -60,8 +60,7 @@ class TorchBuild:
 def find_gpus(environment: Mapping[str, str] = os.environ, *, files: Path = Path("/")) -> Inventory:
     """Return the GPUs that a process with `environment` may use; none on a machine without. `files`: where the files of
     driver and devices are looked for. Raise ConfigError if CUDA_VISIBLE_DEVICES names a missing GPU, or a GPU twice; or
-    the driver fails.
-    """
+    the driver fails."""
     wanted = environment.get(VISIBLE_DEVICES_ENV)
     if wanted is not None and wanted.strip() in ("", "-1"):  # what people write who want none
         return Inventory()

@@ -192,8 +192,7 @@ def load_loss(name: str, args: dict[str, Any]) -> Callable[..., Any]:
 def calling(name: str, *, key: str, unless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn what the user's function `name` raises into an error that says where in its module that was. `unless`:
     errors that are not the function's own; they are left as they are. Raise TrainingError if it raised: another start
-    would end in the same way.
-    """
+    would end in the same way."""
     try:
         yield
     except unless:
@@ -242,7 +241,6 @@ def hide_package(package: str) -> None:
     """Make this process behave as if `package` were not installed, unless the process has imported the package.
 
     An entry `sys.modules[package] = None` would forbid the import, too. But libraries take any entry for an imported
-    module, import the package, and fail.
-    """
+    module, import the package, and fail."""
     if package not in sys.modules:
         sys.meta_path[:] = [_Without(finder, package) for finder in sys.meta_path]

@@ -155,8 +155,7 @@ def joined_key(rank: int) -> str:
     """Return the key that the member `rank` sets before it connects over NCCL.
 
     NCCL waits for a missing member for ever, so all members meet by these keys first. A member that dies between its
-    key and its connection still blocks the others.
-    """
+    key and its connection still blocks the others."""
     return f"joined/{rank}"
 
 

@@ -125,8 +125,7 @@ class RemoteCheckpoints:
     def download(self, step: int, to: Path, *, before: Callable[[Manifest], object] = lambda _: None) -> None:
         """Copy a step to the directory `to`, verified; on failure `to` stays as before. `before`: called once the
         download is whole, before it takes the place of `to`. Raise CheckpointError if the step is not there or damaged,
-        naming the file; RunDirError if `to` cannot be written, which is not a fault of the step.
-        """
+        naming the file; RunDirError if `to` cannot be written, which is not a fault of the step."""
         self._download(f"step_{step}", "checkpoint", step, to, before)
 
     def download_weights(self, version: int, to: Path) -> bool:

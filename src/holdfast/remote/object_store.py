@@ -91,8 +91,7 @@ class ObjectStore:
     Messages take `url`, which is without passwords. `connects`: unset to look at the URL only.
 
     Raise ConfigError if the URL cannot be used, or its driver is not installed; StorageError if there is no connection.
-    Every method may raise StorageError with URL, operation and reason.
-    """
+    Every method may raise StorageError with URL, operation and reason."""
 
     def __init__(self, url: str, *, connects: bool = True) -> None:
         self.url, place = masked(url.rstrip("/")), f"ckpt.dir = '{masked(url)}'"

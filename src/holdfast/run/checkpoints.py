@@ -122,8 +122,7 @@ class Entry:
 def list_entries(directory: Path, run_ids: Collection[str] | None = None) -> list[Entry]:
     """Return the entries of a directory of checkpoints, ascending by step. Manifests are read, data is not. Names other
     than `step_N` and unfinished saves are somebody else's and left out. `run_ids`: the runs whose checkpoints may be
-    there (`RunDir.run_ids`); None: all runs.
-    """
+    there (`RunDir.run_ids`); None: all runs."""
     if not directory.is_dir():
         return []
     return sorted(
@@ -286,8 +285,7 @@ class BestMetric:
 class Retention:
     """Which checkpoints to keep: the newest `keep`, every `keep_interval`-th step, and the best.
 
-    With `keep` unset all are kept.
-    """
+    With `keep` unset all are kept."""
 
     keep: int | None = None
     keep_interval: int | None = None

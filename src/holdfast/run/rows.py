@@ -51,8 +51,7 @@ class Rows(Protocol):
         """Yield (where, row) of the rows at places `start` to `stop`; `where` is such as `row 3`.
 
         Numbers begin at one; in a file of lines, it is the number of the line. For a row that is not a JSON object, an
-        error takes the place of the row. Its message begins with `where`.
-        """
+        error takes the place of the row. Its message begins with `where`."""
         ...
 
 

@@ -279,8 +279,7 @@ def _base(name: str, *, scores: bool) -> tuple[PreTrainedModel, dict[str, Tensor
 def export(request: Export) -> Written:
     """Write the model of a committed checkpoint, which the caller has verified. Raise CheckpointError if it holds no
     model, or its adapter was trained on other weights than `request.base`; ConfigError for options that do not fit an
-    adapter; SaveError if the storage failed; no file is left.
-    """
+    adapter; SaveError if the storage failed; no file is left."""
     step = request.step_directory
     reader = TensorReader(step / TRAINER_DIR)
     names = [name for name in reader.saved if name.startswith(_MODEL)]

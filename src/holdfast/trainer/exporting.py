@@ -43,8 +43,7 @@ _LEFT = "  not there: random generators, order and position in the data"
 def export_state(request: Export, form: str) -> Written:
     """Write the training state of a committed checkpoint, which the caller has verified, as `trainer` or `dcp`. Raise
     ConfigError if the step is of another program or optimizer, or options do not fit; SaveError if the storage failed;
-    no file is left.
-    """
+    no file is left."""
     step, reader = request.step_directory, TensorReader(request.step_directory / TRAINER_DIR)
     listing, path = manifest.read_manifest(step), step / TRAINER_DIR / "config.toml"
     settings: dict[str, Any] = read_settings(path) if path.exists() else {}

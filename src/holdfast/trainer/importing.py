@@ -68,8 +68,7 @@ def import_state(config: SupervisedCommand, source: Path) -> Imported:
     """Commit the state in `source` as the first checkpoint of the run of `config`. `config`: resolved; its output
     directory is locked and has no run. Raise CheckpointError if the source cannot be read, is not whole, or does not
     fit the model or the settings; ConfigError if the settings cannot express the source; SaveError if the storage
-    failed; nothing is left of the checkpoint.
-    """
+    failed; nothing is left of the checkpoint."""
     if isinstance(config.optim, MuonConfig) or not isinstance(config, SftConfig | DpoConfig):
         raise ConfigError("only states of AdamW for sft and dpo can be taken: --ckpt.init-from takes weights alone")
     foreign = read_foreign(source)

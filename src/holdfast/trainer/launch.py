@@ -121,8 +121,7 @@ def _worker(program: str, config_path: str, parent: int) -> None:
 def _run_rank(module: ModuleType, config: Any) -> None:
     """Run the program. If it fails because another rank died, wait until the launcher has noticed that rank.
 
-    The launcher of the ranks reports the end that it sees first, and sends SIGTERM to the other ranks.
-    """
+    The launcher of the ranks reports the end that it sees first, and sends SIGTERM to the other ranks."""
     try:
         module.run(config)
     except Exception as error:
@@ -151,8 +150,7 @@ def _stay_on_this_machine(config: TrainingCommand) -> None:
     """Have the ranks of one node meet where no other machine reaches them, and gloo talk there.
 
     The stores of torch's own backends listen at every address, and gloo at the address of the host's name. NCCL, and
-    gloo with `weights.transport = "collective"`, stay as they are. Once in a process.
-    """
+    gloo with `weights.transport = "collective"`, stay as they are. Once in a process."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous

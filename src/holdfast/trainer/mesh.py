@@ -59,8 +59,7 @@ def require_cuda() -> None:
 def set_numerics(*, deterministic: bool) -> None:
     """Switch TensorFloat-32 off; with `deterministic` use only algorithms that repeat bit for bit.
 
-    An operation without such an algorithm then raises a RuntimeError.
-    """
+    An operation without such an algorithm then raises a RuntimeError."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     if deterministic:

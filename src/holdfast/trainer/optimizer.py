@@ -38,8 +38,7 @@ _RMS = 0.2
 def orthogonalize(matrix_OI: Tensor) -> Tensor:
     """Return about `U V^T` of the matrix `U S V^T`, by five Newton-Schulz steps in bfloat16 as in Jordan's program.
 
-    With X = matrix / |matrix|: `X <- a X + b (X X^T) X + c (X X^T)^2 X`. It needs the whole matrix, not a shard.
-    """
+    With X = matrix / |matrix|: `X <- a X + b (X X^T) X + c (X X^T)^2 X`. It needs the whole matrix, not a shard."""
     a, b, c = _COEFFICIENTS
     is_tall = matrix_OI.shape[0] > matrix_OI.shape[1]
     x = matrix_OI.bfloat16()
@@ -55,8 +54,7 @@ class CompactAdamW(torch.optim.AdamW):
     """AdamW that holds its two moments in bfloat16 (DeepSeek-AI 2024, DeepSeek-V3).
 
     A step widens the moments of one parameter at a time to float32, in which torch computes the step and changes the
-    parameter. Then the moments are rounded to the nearest.
-    """
+    parameter. Then the moments are rounded to the nearest."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - none are used

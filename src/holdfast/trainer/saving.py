@@ -154,8 +154,7 @@ class Saver:
     ) -> None:
         """Save the current step because a signal asked for it, and wait for the commit. Raise Stopped when the step is
         saved; SaveError if the step could not be saved; `GraceOver` if not within `ckpt.grace_s`, which counts unless
-        SIGINT asked.
-        """
+        SIGINT asked."""
         assert self._config is not None
         name = signal.Signals(self._asked).name
         deadline = self._stop.asked_s() + self._config.grace_s  # the launcher, too, counts from the signal

@@ -61,8 +61,7 @@ _MISMATCH_KL = 1.0
 class DivergenceWatch:
     """Warns if the metrics of steps show that training diverges or learns nothing, once when it begins.
 
-    Nothing is saved: a resumed run begins without a history.
-    """
+    Nothing is saved: a resumed run begins without a history."""
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -381,8 +380,7 @@ def model_flops(num_parameters: int, num_tokens: int) -> float:
     """Return the floating-point operations of one forward and backward pass: 6 per parameter and token.
 
     Chowdhery et al. 2022, "PaLM", appendix B, without its term for attention. Recomputed activations, passes without
-    gradient and further epochs do not count. A shared prompt counts for each of its answers.
-    """
+    gradient and further epochs do not count. A shared prompt counts for each of its answers."""
     return 6.0 * num_parameters * num_tokens
 
 

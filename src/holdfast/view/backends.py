@@ -22,8 +22,7 @@ class TensorBoard(Tracker):
     """Writes a file of events for each process in `tensorboard/` of the run directory.
 
     A file begins with the step after which it continues. Readers then drop later steps of the files before it: a killed
-    process wrote these and did not note them.
-    """
+    process wrote these and did not note them."""
 
     takes_older_steps = True
     _FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+\.\d+)\.")
@@ -96,8 +95,7 @@ class WandB(Tracker):
     """One run of W&B with the run's id, so that W&B resumes it.
 
     The service knows the last step that it has. Offline nobody knows, and a killed process loses what it wrote last.
-    Each process then writes the files of the run again, from the first step, and removes the files before.
-    """
+    Each process then writes the files of the run again, from the first step, and removes the files before."""
 
     def begin(self, run: TrackedRun, *, after: int) -> int:
         import wandb
@@ -142,8 +140,7 @@ class WandB(Tracker):
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> bool:
         """Add it to the row of the last step, with its own as `eval/version`: W&B takes nothing at an older step.
 
-        A row holds one evaluation. The summary takes the evaluations that are left at the end of the run.
-        """
+        A row holds one evaluation. The summary takes the evaluations that are left at the end of the run."""
         if self._row is not None and not self._has_evaluation:
             self._run.log(dict(metrics), step=self._row)
             self._has_evaluation = True
@@ -170,8 +167,7 @@ class MLflow(Tracker):
     """One run of an experiment of MLflow, found by a tag.
 
     MLflow takes nothing back, and a step may have arrived in part: each process asks for the last step of each metric,
-    and sends only later ones.
-    """
+    and sends only later ones."""
 
     takes_older_steps = True
     _RUN_TAG = "holdfast.run_id"

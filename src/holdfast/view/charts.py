@@ -138,8 +138,7 @@ def _chart(group: Curves, names: Sequence[str], runs: Sequence[RunData]) -> Char
 def thin_out(x: Numbers, y: Numbers, *, limit: int = MAX_POINTS) -> tuple[Numbers, Numbers]:
     """Return at most `limit` points of a curve, (N,) each: both ends, and least and greatest of each stretch.
 
-    No spike is lost.
-    """
+    No spike is lost."""
     if len(x) <= limit:
         return x, y
     edges = np.linspace(1, len(x) - 1, (limit - 2) // 2 + 1).astype(int)

@@ -273,8 +273,7 @@ def _flat(run: RunData) -> dict[str, Any]:
 def render(page: dict[str, Any], plotly_js: str, *, live: Live | None = None) -> str:
     """Return the HTML of a page.
 
-    All text of the run is escaped. A policy in the page forbids all network; a live page may ask its server.
-    """
+    All text of the run is escaped. A policy in the page forbids all network; a live page may ask its server."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -53,8 +53,7 @@ class Response:
 class WebServer(socketserver.ThreadingTCPServer):
     """Answers GET requests in threads until `close`. On a loopback address only requests that name this machine count.
     `answer`: from the path of a request to its answer. Raise ConfigError if the address is in use, or not an address of
-    this machine.
-    """
+    this machine."""
 
     daemon_threads = True
     allow_reuse_address = True

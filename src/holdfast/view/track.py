@@ -41,8 +41,7 @@ def main(argv: list[str]) -> int:
     """Send the run to each tracker, one after the other; return 0.
 
     A run that is being trained is followed to its end. Raise ConfigError if the run or the tracker does not exist, or
-    the package of the tracker is missing; RunDirError if the run itself sends there; TrackerFailed if a tracker did.
-    """
+    the package of the tracker is missing; RunDirError if the run itself sends there; TrackerFailed if a tracker did."""
     parser = Parser(prog="track", description="Send to experiment trackers the steps of a run that they lack.")
     add_run(parser)
     parser.add_argument("--to", nargs="+", metavar="TRACKER", help="unset: those of the run's own settings (tracking)")
@@ -90,8 +89,7 @@ def _settings(run_dir: RunDir, given: dict[str, Any]) -> TrackingConfig:
 def use_scratch() -> None:
     """Put temporary files into a directory that goes with this process, however it ends.
 
-    W&B creates some at its import.
-    """
+    W&B creates some at its import."""
     try:
         home = Path(tempfile.gettempdir())
         is_short = len(os.fsencode(home / scratch_name())) <= _MAX_HOME_BYTES

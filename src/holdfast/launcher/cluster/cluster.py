@@ -161,8 +161,7 @@ def _shown(resources: dict[str, float]) -> str:
 def check_shared(cluster: Places, names: list[str], run_dir: Path, *, files: Sequence[Path] = ()) -> None:
     """Wait until every host sees the directory of the run, and new `files` in it; raise `ConfigError` if one does not.
 
-    Network filesystems may show a new file half a minute late.
-    """
+    Network filesystems may show a new file half a minute late."""
     run_dir = run_dir.absolute()
     marker = run_dir / f"{atomic.TEMPORARY_PREFIX}shared"
     marker.touch()

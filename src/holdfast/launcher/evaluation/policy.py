@@ -158,8 +158,7 @@ def weights_of_step(run: Path, step: int, directory: Path, *, takes_published: b
 
     A run that trains may remove published weights, so then a checkpoint is exported if there is one. `takes_published`:
     False: a checkpoint is exported in any case. Raise CheckpointError if the checkpoint is damaged, or gone;
-    TensorWorkFailed if the export failed, which is reported.
-    """
+    TensorWorkFailed if the export failed, which is reported."""
     run_dir = RunDir(run)
     has_checkpoint = step in run_dir.committed_steps()
     if takes_published and step in _whole_weights(run_dir) and not (has_checkpoint and run_dir.is_under_way()):

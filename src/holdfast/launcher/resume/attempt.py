@@ -119,8 +119,7 @@ def copy_fork(fork: Fork, run_dir: RunDir, *, how: Verification) -> None:
     full, or weights of the other run are damaged.
 
     Files are hard-linked if the filesystem can do that, else copied: no process writes into a committed checkpoint.
-    Each directory appears under its name by one rename, when it is whole.
-    """
+    Each directory appears under its name by one rename, when it is whole."""
     for weights in fork.weights:
         version = int(weights.name.removeprefix("step_"))
         _bring_directory(weights, run_dir.weights_of(version), verify(weights, how=how, step=version))
@@ -228,8 +227,7 @@ def _say_what_differs(attempt: Attempt, name: str, config: Command) -> None:
 def last_started(run_dir: RunDir, number: int, names: Sequence[str]) -> Path | None:
     """Return the configurations of the newest attempt before `number` that has all, so may have started a process.
 
-    An attempt that was refused before its first step and its first answer does not count.
-    """
+    An attempt that was refused before its first step and its first answer does not count."""
     for earlier in range(number - 1, 0, -1):
         directory = run_dir.configs(earlier)
         if all((directory / f"{name}.toml").exists() for name in names) and not was_refused(run_dir, earlier):

@@ -238,8 +238,7 @@ def last_kept_batch(
 
     A trainer that is started by hand does not know the orchestrator's settings, and keeps the batches.
 
-    A user who asks for an older step by number wants to do later ones again: then no batch is kept.
-    """
+    A user who asks for an older step by number wants to do later ones again: then no batch is kept."""
     run_dir, step = attempt.run_dir, attempt.resume_step or 0
     if attempt.fork is not None or not isinstance(trainer, TrainerConfig):
         return None

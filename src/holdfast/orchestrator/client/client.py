@@ -117,8 +117,7 @@ class InferenceClient:
         """Wait for the first server; each must serve `model` and sessions of `seq_len` tokens, now or when it answers.
 
         Raises InferenceError if no server answers within `ready_timeout_s`, or one serves another model; ConfigError if
-        a server's longest session is too short.
-        """
+        a server's longest session is too short."""
         await self.pool.require(lambda engine: engine.check(model=model, seq_len=seq_len))
         await self.lease.claim_if_begun()
 
@@ -131,8 +130,7 @@ class InferenceClient:
         """Return one choice per seed, in the order of the seeds, all sampled by the weights that `request` names.
 
         Waits until an engine has room: none samples more than `max_concurrency` sequences at once. Raises
-        InferenceError if a server refused, or all failed, were away or served other weights for too long.
-        """
+        InferenceError if a server refused, or all failed, were away or served other weights for too long."""
         affinity = affinity or Affinity()
         attempts = RetryPolicy(self._ready_timeout_s, key=f"{self._key}.ready_timeout_s")
         failed: Counter[Engine] = Counter()

@@ -133,8 +133,7 @@ class HttpTransport:
         Unavailable if there was no connection, or it broke; if the server failed, is not ready, is busy, serves other
         weights, did not answer a probe in time, or is not well after `timeout_s`. Raise InferenceError if the server
         refused, or its answer is too long; with the exit code of a failed storage if the server could not read the
-        weights.
-        """
+        weights."""
         if self.run_id is not None:
             headers = {OWNER_HEADER: self.run_id, **(headers or {})}
         try:
@@ -301,8 +300,7 @@ _FINISH_REASONS = ("stop", "length")
 def load_vocab_size(name: str) -> int:
     """Return the vocabulary size of a model in a local directory or on the hub.
 
-    Raises ConfigError if the model does not exist, DataError if its config.json has no size.
-    """
+    Raises ConfigError if the model does not exist, DataError if its config.json has no size."""
     path = Path(name) / "config.json"
     if not Path(name).is_dir():
         from huggingface_hub import hf_hub_download
@@ -320,8 +318,7 @@ def check_choices(
 ) -> list[Choice]:
     """Return the choices of an answer in the order of the seeds, after checks that a policy can have sampled them.
 
-    Raises InferenceError with field, value and what is allowed; Unavailable if the server aborted the request.
-    """
+    Raises InferenceError with field, value and what is allowed; Unavailable if the server aborted the request."""
     choices = sorted(response.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(len(request.seeds))):
         found = str([choice.index for choice in choices])

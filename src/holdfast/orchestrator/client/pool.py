@@ -177,8 +177,7 @@ class Engine:
     async def check(self, *, model: str, seq_len: int) -> None:
         """Check that the server is healthy, and serves `model` and sessions of `seq_len` tokens.
 
-        Raises Unavailable without an answer, InferenceError for another model, ConfigError for too short sessions.
-        """
+        Raises Unavailable without an answer, InferenceError for another model, ConfigError for too short sessions."""
         await self.transport.get(self.url, HEALTH_ROUTE)
         served = await self.served()
         if not same_model(served.model, model):
@@ -246,8 +245,7 @@ class EnginePool:
     async def require(self, check: Work) -> None:
         """Check every engine before its first use; return when one has passed.
 
-        Raises EngineLost if no engine came in time, or what `check` raises.
-        """
+        Raises EngineLost if no engine came in time, or what `check` raises."""
         self._check = check
         await self.attend(check)
         await self.wait_for_any()
@@ -278,8 +276,7 @@ class EnginePool:
     async def wait_for_any(self) -> list[Engine]:
         """Return the usable engines, as soon as there is one.
 
-        Raises EngineLost if no engine came in time, HoldfastError if one came back and failed its checks.
-        """
+        Raises EngineLost if no engine came in time, HoldfastError if one came back and failed its checks."""
         while True:
             await self._is_open.wait()
             if self._failure is not None:
@@ -290,8 +287,7 @@ class EnginePool:
     async def wait_for_room(self, num_sequences: int, *, but: Collection[Engine] = ()) -> list[Engine]:
         """Return the engines with room for so many sequences, as soon as there is one; for one waiter.
 
-        Engines in `but` are only used if no other is usable.
-        """
+        Engines in `but` are only used if no other is usable."""
         while True:
             self._has_changed.clear()
             there = await self.wait_for_any()

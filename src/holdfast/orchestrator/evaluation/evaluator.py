@@ -136,8 +136,7 @@ def sizes_of(environments: Mapping[str, Environment], workers: Mapping[str, Work
 def count_tasks(sizes: Mapping[str, int | None], wanted: int | None, *, key: str) -> dict[str, int]:
     """Return how many tasks of each environment are played: `wanted` (setting `key`), all, or 128 without an end.
 
-    Raises ConfigError if an environment has fewer: the same task would count several times.
-    """
+    Raises ConfigError if an environment has fewer: the same task would count several times."""
     counts = {}
     for name, there in sizes.items():
         if wanted is not None and there is not None and wanted > there:
@@ -378,8 +377,7 @@ async def rest(workers: Mapping[str, Workers]) -> None:
 def eval_groups(config: OrchestratorConfig, settings: EvalConfig) -> OrchestratorConfig:
     """Return how the groups of an evaluation during a run are played.
 
-    Raises ConfigError if an environment has longer rollouts than engines and trainer have room for.
-    """
+    Raises ConfigError if an environment has longer rollouts than engines and trainer have room for."""
     sections = settings.environments
     if sections is None:
         takes = TURN_ENDS if settings.sampling is None else frozenset[str]()

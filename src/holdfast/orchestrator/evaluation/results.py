@@ -94,8 +94,7 @@ class ResultsFile:
     """The rollouts of one evaluation, on disk and in memory (`tasks`).
 
     Raises ConfigError if the directory holds another evaluation; DataError if a line is of another file; RunDirError if
-    it cannot be written.
-    """
+    it cannot be written."""
 
     def __init__(self, directory: Path, identity: dict[str, object], *, samples_per_task: int) -> None:
         self.path = directory / ROLLOUTS_NAME
@@ -152,8 +151,7 @@ class ResultsFile:
 def claim_directory(directory: Path, identity: dict[str, object]) -> None:
     """Note in `directory` what is evaluated there.
 
-    Raises ConfigError that names the differences if it holds another evaluation; DataError if it is not known which.
-    """
+    Raises ConfigError that names the differences if it holds another evaluation; DataError if it is not known which."""
     path = directory / IDENTITY_NAME
     wanted = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **identity}))
     if not path.exists():
@@ -203,8 +201,7 @@ def _shown(value: Any) -> str:
 def read_tasks(path: Path, *, samples_per_task: int) -> tuple[Tasks, list[str]]:
     """Return the whole tasks of a file, and a message per damaged line.
 
-    Raises DataError that names a line of another file, or of a repeated task.
-    """
+    Raises DataError that names a line of another file, or of a repeated task."""
     tasks: Tasks = {}
     damaged: list[str] = []
     group: list[EvaluatedRollout] = []

@@ -57,8 +57,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     """Return the chance that at least one of `k` samples solves a problem: `1 - C(n - c, k) / C(n, k)`.
 
     The unbiased estimator from n samples, c of which solved it (Chen et al. 2021, "Evaluating Large Language Models
-    Trained on Code", section 2.1).
-    """
+    Trained on Code", section 2.1)."""
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
@@ -73,8 +72,7 @@ def mean_over_tasks(values: Sequence[float], *, confidence: float) -> Estimate:
     The interval is Wilson's if every value is 0 or 1, or all values are equal and from 0 to 1; there is none if all are
     equal outside of that. Otherwise it is the interval of Student's t, corrected for skewness, and cut to 0 and 1 if
     the values are. On 30 hard tasks, most with score 0, intervals of 95 % contain the mean in 93 % of cases or more,
-    intervals of the percentile bootstrap in 87 %.
-    """
+    intervals of the percentile bootstrap in 87 %."""
     number = len(values)
     value = math.fsum(values) / number
     are_shares = min(values) >= 0.0 and max(values) <= 1.0
@@ -90,8 +88,7 @@ def wilson(share: float, trials: int, *, confidence: float) -> tuple[float, floa
     """Return the score interval of a share (Wilson 1927, "Probable inference, the law of succession, ...").
 
     With z the normal quantile and p the share: (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n). Unlike
-    p ± z√(p(1 - p)/n) it is not a point if none or all succeed.
-    """
+    p ± z√(p(1 - p)/n) it is not a point if none or all succeed."""
     z = _normal_quantile(confidence)
     scale = 1 + z * z / trials
     center = (share + z * z / (2 * trials)) / scale
@@ -106,8 +103,7 @@ def without_skewness(values: Sequence[float], *, confidence: float) -> tuple[flo
     """Return the interval of Student's t for a mean, of which a transformation takes the skewness.
 
     The monotone cubic of Hall 1992, "On the removal of skewness by transformation": with T the t
-    statistic over √n and g the skewness of the values, T + g T² / 3 + g² T³ / 27 + g / 6n is nearly normal.
-    """
+    statistic over √n and g the skewness of the values, T + g T² / 3 + g² T³ / 27 + g / 6n is nearly normal."""
     number, mean = len(values), math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1))
     if std**3 == 0:  # also for values that are equal up to rounding
@@ -126,8 +122,7 @@ def student_quantile(degrees: int, *, confidence: float) -> float:
     """Return the quantile of Student's t, two-sided.
 
     The expansion at the normal quantile (Abramowitz and Stegun 1964, "Handbook of Mathematical Functions", 26.7.5): 0.1
-    % off with 3 degrees of freedom, 11 % with 1.
-    """
+    % off with 3 degrees of freedom, 11 % with 1."""
     z = _normal_quantile(confidence)
     terms = (
         (z**3 + z) / 4,
@@ -169,8 +164,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, confid
     at least as large if, and only if, the mean of the turned differences is not above 0. The means of subsets say all:
     their share below 0 is the p of one side, and their quantiles are the interval of the differences that the test does
     not refuse (Hartigan 1969, "Using subsample values as typical values"). All subsets are taken of up to 16 tasks,
-    10,000 at random of more; the empty one counts, as a hit (Phipson and Smyth 2010).
-    """
+    10,000 at random of more; the empty one counts, as a hit (Phipson and Smyth 2010)."""
     import numpy as np
 
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
@@ -374,8 +368,7 @@ class Comparison:
 def compare(first: Path, second: Path, *, confidence: float = 0.95, answers: int = 0) -> Comparison:
     """Compare two finished evaluations; `answers`: for how many tasks of each environment to keep rollouts.
 
-    Raises DataError if one is not finished, ConfigError if they did not ask the same tasks.
-    """
+    Raises DataError if one is not finished, ConfigError if they did not ask the same tasks."""
     identities, tasks = zip(*(read_evaluation(directory) for directory in (first, second)), strict=True)
     _require_same_tasks(identities, tasks, (first, second))
     lines: list[Line] = []

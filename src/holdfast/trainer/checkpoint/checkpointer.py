@@ -76,8 +76,7 @@ class Stager:
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy of `tensors` on the CPU, valid until the next call.
 
-        DTensors stay DTensors of the same mesh and placements, over the copied shard.
-        """
+        DTensors stay DTensors of the same mesh and placements, over the copied shard."""
         staged = {}
         copies_from_gpu = False
         for name, tensor in tensors.items():

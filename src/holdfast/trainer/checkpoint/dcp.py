@@ -105,8 +105,7 @@ class IndexReader(FileSystemReader):
 def without_garbage_collection() -> Generator[None, None, None]:
     """Switch the collector off while millions of small objects are made.
 
-    Plans of hundreds of ranks are received five times as fast, and their index is read seven times as fast.
-    """
+    Plans of hundreds of ranks are received five times as fast, and their index is read seven times as fast."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -175,8 +175,7 @@ class ConvertedSource:
     """The tensors of a model, from a source with the tensors of the model's files; see `FileLayout`.
 
     Each rank reads its part of a tensor that only has another name, and the whole of joined or split tensors, one group
-    after another.
-    """
+    after another."""
 
     def __init__(self, source: Source, layout: FileLayout) -> None:
         self._source = source

@@ -106,8 +106,7 @@ class ObjectsState:
         """Return the tensors to load `saved` into. Raise CheckpointError if the state of an optimizer cannot be made.
 
         An optimizer without a step has no state, so its tensors are made as the checkpoint says, or by a step without
-        gradients. `restore` hands them to the optimizer.
-        """
+        gradients. `restore` hands them to the optimizer."""
         targets: dict[str, Tensor] = {}
         self._moments, self._loaded, self._waiting, self._surplus = {}, {}, {}, {}
         for name, thing in self._objects.items():

@@ -69,8 +69,7 @@ class PackedIndex:
     def from_sequences(cls, sequences: Sequence[np.ndarray], *, device: torch.device) -> PackedIndex:
         """Return the index of a row whose sequences hold these tokens of it.
 
-        The first tokens of a sequence may belong to an earlier sequence; the others follow in the row's order.
-        """
+        The first tokens of a sequence may belong to an earlier sequence; the others follow in the row's order."""
         lengths = [len(tokens) for tokens in sequences]
         borders = [0, *(int(tokens[-1]) + 1 for tokens in sequences)]
         prefixes = [length - own for length, own in zip(lengths, np.diff(borders), strict=True)]
@@ -279,8 +278,7 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     """Return indices of samples grouped into rows of at most `budget` tokens.
 
     First-fit decreasing (Johnson 1973): at most 11/9 of the optimal number of rows. A sample longer
-    than the budget gets a row of its own.
-    """
+    than the budget gets a row of its own."""
     rows: list[list[int]] = []
     # A binary tree of the most room below each node: the first row with enough is found in log(samples) steps.
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
@@ -303,8 +301,7 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 def group_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return indices of samples in groups whose number times the longest is at most `budget`, the longest first.
 
-    A sample longer than the budget gets a group of its own.
-    """
+    A sample longer than the budget gets a group of its own."""
     groups: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -322,8 +319,7 @@ def spread_by_cost(
     """Return indices of samples in `num_rows` rows of nearly equal cost and at most `budget` tokens.
 
     Longest processing time first (Graham 1969): the costliest sample goes to the row that has cost least so far and
-    has room. None if no row has room for a sample.
-    """
+    has room. None if no row has room for a sample."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     cheapest = [(0.0, row) for row in range(num_rows)]
     room = [budget] * num_rows

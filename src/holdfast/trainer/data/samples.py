@@ -289,8 +289,7 @@ def _check_text(tokenizer: Tokenizer, rows: Iterable[object], *, is_told: bool) 
     """Check that transformers makes the tokens of tokenizer.json, of texts of many kinds and of the first rows. Raise
     ConfigError if the tokens differ.
 
-    Other tokens around special tokens are only reported: transformers makes some for models of Llama 2's kind.
-    """
+    Other tokens around special tokens are only reported: transformers makes some for models of Llama 2's kind."""
     try:
         original = load_orchestrator_tokenizer(tokenizer.name)
     except ConfigError:  # there is no tokenizer.json, such as for a model of SentencePiece: nothing to compare with

@@ -182,8 +182,7 @@ def _encoded_by_workers(
 ) -> Generator[Chunk, None, None]:
     """Yield the chunks of `places` in order. Each process makes every `workers`th of them.
 
-    Not by `ProcessPoolExecutor`, which waits for ever if a worker is killed while it sends a chunk.
-    """
+    Not by `ProcessPoolExecutor`, which waits for ever if a worker is killed while it sends a chunk."""
     processes: dict[Connection, BaseProcess] = {}
     try:
         for first in range(min(workers, len(places))):

@@ -91,8 +91,7 @@ class _NotDriven(HoldfastError):
 class _Unread(TorchDispatchMode):
     """Gives zeros where a program reads a number, and equal shares of rows where ranks look for theirs.
 
-    The place of this rank in a mesh of experts is the first.
-    """
+    The place of this rank in a mesh of experts is the first."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()

@@ -58,8 +58,7 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
     """Return the transformers model of a config, on torch's default device.
 
     `packed` attention is set later: some models choose between other attentions when they are built. Raise DataError if
-    transformers does not have the model, or cannot build the model with `model.attention`.
-    """
+    transformers does not have the model, or cannot build the model with `model.attention`."""
     attention = "eager" if config.attention == "packed" else config.attention
     try:
         hf_model = kind.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
@@ -77,8 +76,7 @@ def build_hf_model(kind: Kind, config: TrainedModelConfig, model_config: PreTrai
 def trained_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model in checkpoints: parameters and persistent buffers, or only its adapters.
 
-    A tied tensor has its first name.
-    """
+    A tied tensor has its first name."""
     if is_adapted(hf_model):
         return {name: factor.detach() for name, factor in adapter_parameters(hf_model).items()}
     return base_tensors(hf_model)

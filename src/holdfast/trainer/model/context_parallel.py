@@ -66,8 +66,7 @@ class RowSlice:
     def whole_rows(self, heads_BHTD: Tensor) -> Tensor:
         """Return all tokens of this rank's share of the heads, (B, H / S, L, D). Collective in the group.
 
-        Heads of keys and values are repeated if they are fewer than the ranks.
-        """
+        Heads of keys and values are repeated if they are fewer than the ranks."""
         size = self.ranks.size
         if heads_BHTD.shape[1] < size:
             heads_BHTD = heads_BHTD.repeat_interleave(size // heads_BHTD.shape[1], 1)

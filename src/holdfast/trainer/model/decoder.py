@@ -115,8 +115,7 @@ class DecoderModel(nn.Module):
         """Return the decoder's hidden states (N, H) at places in the flattened (B * L) rows.
 
         If ranks share rows, only places in this rank's slice count: see `row_slice`. `packed_index`: layout of samples
-        if the single row is packed. Raise DataError if a sample is longer than `longest_sample`.
-        """
+        if the single row is packed. Raise DataError if a sample is longer than `longest_sample`."""
         longest = input_ids_BL.shape[1] if packed_index is None else packed_index.max_len
         if self.longest_sample is not None and longest > self.longest_sample:
             raise DataError(
@@ -208,8 +207,7 @@ def _offload_policy(mesh: Mesh) -> OffloadPolicy:
 def reshard(model: nn.Module) -> None:
     """Put all parameters back into shards, as a backward pass does.
 
-    After a forward pass without backward, saving would see tensors that the optimizer does not update.
-    """
+    After a forward pass without backward, saving would see tensors that the optimizer does not update."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -67,8 +67,7 @@ def number_of_experts(hf_model: PreTrainedModel) -> int:
 def divide_experts(hf_model: PreTrainedModel, mesh: DeviceMesh, *, name: str) -> list[nn.Module]:
     """Divide the experts of a model over dimension `ep` of `mesh`; return the modules that hold experts. `name`:
     `model.name`. Raise DataError if transformers has no plan for such models, or the ranks do not divide the number of
-    experts.
-    """
+    experts."""
     ranks, holders = mesh["ep"].size(), _holders(hf_model)
     where = f"parallel.expert_parallel = {ranks}: "
     if not holders:

@@ -110,8 +110,7 @@ def adapter_parameters(hf_model: nn.Module) -> dict[str, nn.Parameter]:
 def initial_tensors(hf_model: nn.Module, base: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
     """Return the first tensors of an adapted model by their names in memory: `base`, and factors that add nothing yet.
 
-    A is uniform as in peft and in the authors' program, drawn on the CPU from `seed`; B is zero.
-    """
+    A is uniform as in peft and in the authors' program, drawn on the CPU from `seed`; B is zero."""
     # Its own generator: rank 0 may be the only rank that draws.
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}

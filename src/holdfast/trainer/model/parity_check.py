@@ -145,8 +145,7 @@ def check_model(
 def is_random_in_training(policy: Policy, mesh: Mesh) -> bool:
     """Whether the policy's results in training depend on random numbers (dropout, routers that draw). Collective.
 
-    Two passes with other random numbers show it. Adapters have no effect yet, so their dropout modules count.
-    """
+    Two passes with other random numbers show it. Adapters have no effect yet, so their dropout modules count."""
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules()):
         return True
     samples = _samples(policy)
@@ -274,8 +273,7 @@ def _undisturbed(model: DecoderModel, device: torch.device) -> Iterator[None]:
 def _samples(model: DecoderModel) -> list[Sample]:
     """Return two samples of one length, a sample longer than the model's windows, and a sample whose prompt is longer.
 
-    That prompt is also longer than prompts that are computed again for each answer. The model's positions limit all.
-    """
+    That prompt is also longer than prompts that are computed again for each answer. The model's positions limit all."""
     config = model.hf_model.config
     text = config.get_text_config()
     numbers = {name: value for name, value in text.to_dict().items() if isinstance(value, int)}

@@ -94,8 +94,7 @@ class Policy(DecoderModel):
     ) -> Readout:
         """Return hidden states at the targets, and the head. Collective.
 
-        The parameters stay whole, and the head usable, until `reshard`.
-        """
+        The parameters stay whole, and the head usable, until `reshard`."""
         return self.run(
             lambda: Readout(
                 self.hidden_states(input_ids_BL, position_ids_BL, predict_index_N, packed_index=packed_index),

@@ -110,8 +110,7 @@ def _file_name(name: str, number: int, num_files: int) -> str:
 class SafetensorsWriter:
     """Writes tensors that come one by one into safetensors files, and holds the tensors of one file at most.
 
-    The files get their names when all are written. Counts tensors, elements and bytes.
-    """
+    The files get their names when all are written. Counts tensors, elements and bytes."""
 
     def __init__(self, directory: Path, *, max_file_bytes: int | None = None, name: str = "model") -> None:
         self._directory = directory

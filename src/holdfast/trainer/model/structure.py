@@ -96,8 +96,7 @@ def pair_cost(hf_model: PreTrainedModel) -> float:
     By floating-point operations: 6 per parameter and token, and 12 times layers and hidden size per pair of tokens, of
     which causal attention needs half (Chowdhery et al. 2022, "PaLM", appendix B). An estimate: it takes all heads
     together to be as wide as the hidden size, and counts neither windows nor that tokens skip experts. 0 if config.json
-    does not say how large attention is.
-    """
+    does not say how large attention is."""
     config = hf_model.config.get_text_config()
     width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
     if not isinstance(width, int) or not isinstance(layers, int):
@@ -181,8 +180,7 @@ def _giving(modules: list[nn.Module], output: _Given) -> Iterator[None]:
 def has_plain_head(hf_model: PreTrainedModel, softcap: float | None) -> bool:
     """Whether the logits are only the output embedding times the hidden states, capped by `softcap`.
 
-    All weights of the head must be 1, so that they cannot hide a difference.
-    """
+    All weights of the head must be 1, so that they cannot hide a difference."""
     head = hf_model.get_output_embeddings()
     if head is None or not isinstance(getattr(head, "weight", None), Tensor):
         return False

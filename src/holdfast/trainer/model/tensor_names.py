@@ -47,8 +47,7 @@ def names_in_files(name: str) -> list[str] | None:
     """Return the names of the tensors in the files of a local directory or hub model; None if it has no weights.
 
     The `model` directory of a checkpoint has no weights. It has a list of the names if they differ from the names in
-    memory. Raise DataError if its files cannot be read.
-    """
+    memory. Raise DataError if its files cannot be read."""
     try:
         if (listed := Path(name) / NAMES_NAME).is_file():
             return msgspec.json.decode(listed.read_bytes(), type=list[str])
@@ -163,8 +162,7 @@ class TensorLayout:
     def to_files(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert tensors of memory, in any order, into tensors of files; these may be views.
 
-        Tensors that are joined or split wait until their group is whole.
-        """
+        Tensors that are joined or split wait until their group is whole."""
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
             group = self._group_of[name]

@@ -113,8 +113,7 @@ def score_samples(
 ) -> Tensor:
     """Return the values (S,) of `samples[indices]`, each read at its last token, in one forward pass.
 
-    Without indices this rank takes part in the collectives, and the empty result has a gradient.
-    """
+    Without indices this rank takes part in the collectives, and the empty result has a gradient."""
     pack = pack and model.layout.packs
     micro = build_micro_batch(samples, indices, pack=pack, device=device)
     lengths_S = torch.tensor([len(samples[index].token_ids) for index in indices], dtype=torch.long)

@@ -48,8 +48,7 @@ def _groups_of(file: SafetensorsFile) -> Iterator[Tensor]:
 class WeightOffers:
     """The offers of one trainer, of which only the newest can be taken. A context manager. `device`: of the trainer:
     NCCL sends from a GPU to GPUs, gloo from a CPU to any. Raise ConfigError if this machine cannot listen at
-    `config.host`.
-    """
+    `config.host`."""
 
     def __init__(self, run_dir: RunDir, config: CollectiveWeights, device: torch.device) -> None:
         self._config, self._device = config, device

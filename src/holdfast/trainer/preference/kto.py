@@ -50,8 +50,7 @@ class KtoObjective:
     def divergence(self, model: Policy, batch: Sequence[LabelledAnswer]) -> float:
         """Return z of KTO: the mean of l_pi - l_ref over the mismatched answers in nats, not below 0. Collective.
 
-        It is measured without gradients and without dropout.
-        """
+        It is measured without gradients and without dropout."""
 
         def forward(model: Policy, batch: Sequence[LabelledAnswer], indices: list[int]) -> dict[str, Tensor]:
             return {"kl": self._ratios(model, batch, indices, _MISMATCHED)[0]}

@@ -75,8 +75,7 @@ def dpo_loss(pairs: PairLogprobs, config: DpoLoss) -> PairLosses:
 
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta [(l_pi(y_w) - l_ref(y_w)) - (l_pi(y_l) -
     l_ref(y_l))]; e is `label_smoothing` (Mitchell 2023, "A note on DPO with noisy preferences"). With `odpo_alpha`,
-    h - alpha margin instead of h (Amini et al. 2024, "Direct preference optimization with an offset").
-    """
+    h - alpha margin instead of h (Amini et al. 2024, "Direct preference optimization with an offset")."""
     chosen_P, rejected_P = _rewards(pairs, config)
     h_P, smoothing = chosen_P - rejected_P - config.odpo_alpha * pairs.margins_P, config.label_smoothing
     losses_P = -(1 - smoothing) * F.logsigmoid(h_P) - smoothing * F.logsigmoid(-h_P)
@@ -89,8 +88,7 @@ def ipo_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
     loss = (d - 1 / (2 beta))^2, d = (l_pi(y_w) - l_ref(y_w)) / |y_w| - (l_pi(y_l) - l_ref(y_l)) / |y_l|
 
     Eq. 17 with the mean log-ratio of an answer's tokens: the form of the paper's results, as its authors told TRL
-    (`DPOTrainer`, `loss_type = "ipo"`). `ipo_sum_loss` is the equation as printed.
-    """
+    (`DPOTrainer`, `loss_type = "ipo"`). `ipo_sum_loss` is the equation as printed."""
     chosen_P, rejected_P = _log_ratios(pairs)
     return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.beta)
 
@@ -111,8 +109,7 @@ def robust_loss(pairs: PairLogprobs, config: RobustLoss) -> PairLosses:
     """Return robust DPO (Chowdhury et al. 2024, "Provably robust DPO: aligning language models with noisy feedback").
 
     loss = (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e), h as in DPO: its mean over labels of which the
-    share e = `label_smoothing` is wrong is DPO's over the right ones. It has no lower bound.
-    """
+    share e = `label_smoothing` is wrong is DPO's over the right ones. It has no lower bound."""
     chosen_P, rejected_P = _rewards(pairs, config)
     h_P, smoothing = chosen_P - rejected_P, config.label_smoothing
     losses_P = -(1 - smoothing) * F.logsigmoid(h_P) + smoothing * F.logsigmoid(-h_P)
@@ -123,8 +120,7 @@ def apo_zero_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses
     """Return APO-zero (D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", eq. 7).
 
     loss = 1 - sigmoid(r_w) + sigmoid(r_l), r = beta (l_pi - l_ref): chosen answers become likelier, rejected ones less
-    likely. For answers that are better than the model's own. The 1, as in TRL, keeps it above 0.
-    """
+    likely. For answers that are better than the model's own. The 1, as in TRL, keeps it above 0."""
     chosen_P, rejected_P = _rewards(pairs, config)
     return _scored(F.sigmoid(-chosen_P) + F.sigmoid(rejected_P), chosen_P, rejected_P)
 
@@ -133,8 +129,7 @@ def apo_down_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses
     """Return APO-down (D'Oosterlinck et al. 2024, eq. 8).
 
     loss = sigmoid(r_w) + 1 - sigmoid(r_w - r_l): both become less likely, the rejected side more so. For answers that
-    are all worse than the model's own.
-    """
+    are all worse than the model's own."""
     chosen_P, rejected_P = _rewards(pairs, config)
     return _scored(F.sigmoid(chosen_P) + F.sigmoid(rejected_P - chosen_P), chosen_P, rejected_P)
 
@@ -142,8 +137,7 @@ def apo_down_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses
 def simpo_loss(pairs: PairLogprobs, config: SimpoLoss) -> PairLosses:
     """Return SimPO (Meng et al. 2024, "SimPO: Simple preference optimization with a reference-free reward", eq. 6).
 
-    loss = -log sigmoid(beta l(y_w) / |y_w| - beta l(y_l) / |y_l| - margin)
-    """
+    loss = -log sigmoid(beta l(y_w) / |y_w| - beta l(y_l) / |y_l| - margin)"""
     chosen_P, rejected_P = _means(pairs)
     losses_P = -F.logsigmoid(config.beta * (chosen_P - rejected_P) - config.margin)
     return _scored(losses_P, config.beta * chosen_P, config.beta * rejected_P)
@@ -154,8 +148,7 @@ def orpo_loss(pairs: PairLogprobs, config: OrpoLoss) -> PairLosses:
 
     loss = -m_w - beta log sigmoid(log odds(m_w) - log odds(m_l)), with m = l(y) / |y| the mean log-probability of an
     answer's tokens and log odds(m) = m - log(1 - exp(m)). The first term is from eq. 6, over the answer of each pair;
-    the authors' program, and TRL's, take the mean over the tokens of prompts and answers.
-    """
+    the authors' program, and TRL's, take the mean over the tokens of prompts and answers."""
     chosen_P, rejected_P = _means(pairs)
     odds_P = _log_odds(chosen_P) - _log_odds(rejected_P)
     losses_P = -chosen_P - config.beta * F.logsigmoid(odds_P)

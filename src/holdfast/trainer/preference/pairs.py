@@ -182,8 +182,7 @@ def load_answers(
 ) -> list[LabelledAnswer]:
     """Return all answers, tokenised, in the order of the file; of a pair first the chosen, then the rejected one.
     `mesh`: the ranks, if there are several: all get all answers. Collective then. Raise ConfigError or DataError if the
-    dataset is missing, lacks columns, has a row that cannot be used, or has one prompt only.
-    """
+    dataset is missing, lacks columns, has a row that cannot be used, or has one prompt only."""
     samples, form = read_samples(config, chat_tokenizer(tokenizer), ANSWER_FORMATS, mesh=mesh)
     is_told = mesh is None or mesh.is_main
     if form in PAIR_FORMATS:
@@ -210,8 +209,7 @@ def mismatched_places(prompts: Sequence[bytes]) -> list[int]:
 
     Every answer is taken once. The divergence is then estimated from the trained answers, good and bad, as Ethayarajh
     et al. 2024 and TRL take them within a batch. If more than half of the answers are to one prompt, that is not
-    possible: the other ones are then taken in turn.
-    """
+    possible: the other ones are then taken in turn."""
     by_prompt: dict[bytes, list[int]] = {}
     for place, prompt in enumerate(prompts):
         by_prompt.setdefault(prompt, []).append(place)

@@ -215,8 +215,7 @@ class ReferenceWork(Generic[P]):
     def compute_beside(self) -> None:
         """Compute what needs a model that is not the policy; it is in memory meanwhile, and no longer. Raise DataError
         if it cannot be loaded, or knows the policy's tokens by other ids; CheckpointError if the checkpoint was made
-        with other weights of the reference.
-        """
+        with other weights of the reference."""
         name = self.config.reference_model
         if name is None and not (self._step and self._missing()):
             return
@@ -421,8 +420,7 @@ def predict_pairs(
     """Return the summed log-probabilities (P, 2) of the answers of `pairs[indices]`, in one forward pass.
 
     With no indices it takes part in the collectives of the pass, and the empty result has a gradient. `share`: whether
-    the two sides of a pair share the tokens of their prompt, if the model allows it.
-    """
+    the two sides of a pair share the tokens of their prompt, if the model allows it."""
     found = read_pairs(policy, pairs, indices, PLAIN, pack=pack, share=share, device=device)
     return found.logprobs_N
 

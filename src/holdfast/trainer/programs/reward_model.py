@@ -52,8 +52,7 @@ def run(config: RewardTrainingConfig) -> None:
 def end_at_stop_token(pair: Pair, tokenizer: Tokenizer) -> Pair:
     """Return the pair without the white space that some chat templates write after an answer's stop token.
 
-    A sampled answer ends with one of the `stop_token_ids`, so this is where its score is read.
-    """
+    A sampled answer ends with one of the `stop_token_ids`, so this is where its score is read."""
 
     def shortened(side: Sample) -> Sample:
         stops = np.flatnonzero(np.isin(side.token_ids, tokenizer.stop_token_ids) & side.loss_mask)
@@ -98,8 +97,7 @@ def score_pairs(
 ) -> Tensor:
     """Return the rewards (P, 2) in float64 of both sides of `pairs[indices]`, in one forward pass.
 
-    With no indices it takes part in the collectives of the pass, and the empty result has a gradient.
-    """
+    With no indices it takes part in the collectives of the pass, and the empty result has a gradient."""
     sides = [side for pair in pairs for side in pair.sides]
     places = [2 * index + side for index in indices for side in (0, 1)]
     return score_samples(model, sides, places, pack=pack, device=device).double().reshape(-1, 2)
@@ -108,8 +106,7 @@ def score_pairs(
 def _with_padding(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> Callable[..., ScalarModel]:
     """Return the builder of a model whose config names the token that transformers pads with.
 
-    transformers reads the score at the last token that is not padding, so nothing may end in that.
-    """
+    transformers reads the score at the last token that is not padding, so nothing may end in that."""
 
     def build(config: TrainedModelConfig, mesh: Mesh, *, seed: int, weights: bool) -> ScalarModel:
         model = build_scalar_model(config, mesh, seed=seed, weights=weights)

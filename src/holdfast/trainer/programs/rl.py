@@ -130,8 +130,7 @@ def _train(
 def _last_probed(session: TrainSession[Policy], config: TrainerConfig) -> int:
     """Return the last version by which the orchestrator of this attempt, which continues after the journal, may begin.
 
-    Up to there versions carry a parity prompt, which costs a pass over the whole model. Collective.
-    """
+    Up to there versions carry a parity prompt, which costs a pass over the whole model. Collective."""
     # In rounds with the weights before the last; with more `async_level` the strict schedule begins with older ones.
     begins_with = max(session.run_dir.published_batches(), default=0) - min(1, config.async_level)
     version = max(session.progress.step, begins_with)
@@ -151,8 +150,7 @@ def _publish_average(session: TrainSession[Policy], ema: Ema) -> None:
 def _prune_batches(session: TrainSession[Policy], journal: JournalConfig) -> list[int]:
     """Remove the batches that no checkpoint needs any more, except batches to keep; return the steps with a checkpoint.
 
-    Batches up to the step of a checkpoint are never trained again: a resume begins after it.
-    """
+    Batches up to the step of a checkpoint are never trained again: a resume begins after it."""
     steps = session.run_dir.committed_steps()
     if session.mesh.is_main and steps and journal.keep != "all":
         session.run_dir.prune_batches(min(steps[0], session.progress.step - journal.keep))

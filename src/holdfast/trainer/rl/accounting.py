@@ -47,8 +47,7 @@ class Ledger:
     def accept(self, batch: Batch) -> None:
         """Check that `batch` is what the orchestrator's state says comes next; call it before training. Raise
         TrainingError if tasks are missing, come again, or are out of order; CheckpointError if the state cannot be
-        read.
-        """
+        read."""
         accepted, state = read_state(self._run_dir.batch(batch.step) / STATE_NAME, step=batch.step)
         check_tasks(batch, before=self._accepted, after=accepted)
         self._accepted, self._state = accepted, state
@@ -81,8 +80,7 @@ def check_tasks(batch: Batch, *, before: Accepted, after: Accepted) -> None:
     """Check that a batch holds or drops exactly the tasks between two states of the orchestrator.
 
     A task is there once: as a whole group, as large as the state after it says, or as dropped with its reason. Raise
-    TrainingError that names step, environment and task.
-    """
+    TrainingError that names step, environment and task."""
     groups: dict[str, dict[int, list[Rollout]]] = {}
     for rollout in batch.rollouts:
         groups.setdefault(rollout.environment, {}).setdefault(rollout.task_id, []).append(rollout)
@@ -164,8 +162,7 @@ def check_provenance(run_dir: RunDir, batch: Batch) -> bool:
     A trainer that resumes from a checkpoint makes the versions after it again, and trains on batches that the versions
     before the restart sampled. If a machine repeats its bits, these are the same weights. If not, the batch is as stale
     as the two differ, though their number is the same. Weights that are not published any more are not compared, nor is
-    a batch that a teacher sampled. Reads a small file for each version.
-    """
+    a batch that a teacher sampled. Reads a small file for each version."""
     for version, digest in {**batch.older_digests, batch.policy_version: batch.weights_digest}.items():
         path = run_dir.weights_of(version)
         if not digest or not is_committed(path):

@@ -42,8 +42,7 @@ def sample_std(values_G: Sequence[float]) -> float:
 def dr_grpo(rewards_G: Sequence[float]) -> list[float]:
     """Return `r_i - mean(r)` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
 
-    Equal rewards give exactly 0.
-    """
+    Equal rewards give exactly 0."""
     # The mean of equal rewards may round, and GRPO would divide that by its epsilon.
     if max(rewards_G) == min(rewards_G):
         return [0.0] * len(rewards_G)
@@ -55,8 +54,7 @@ def grpo(rewards_G: Sequence[float]) -> list[float]:
     """Return `(r_i - mean(r)) / (std(r) + 1e-6)` (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
 
     The std is the sample std (G - 1), as in TRL's GRPOTrainer and in verl; the epsilon is verl's. The paper does not
-    say which std it uses.
-    """
+    say which std it uses."""
     std = sample_std(rewards_G)
     return [centred / (std + STD_EPSILON) for centred in dr_grpo(rewards_G)]
 
@@ -64,8 +62,7 @@ def grpo(rewards_G: Sequence[float]) -> list[float]:
 def rloo(rewards_G: Sequence[float]) -> list[float]:
     """Return `r_i - mean of the others` (Ahmadian et al. 2024, "Back to Basics").
 
-    That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0.
-    """
+    That is G / (G - 1) times `r_i - mean(r)`. A group of one has no others: 0."""
     size = len(rewards_G)
     # At least 1: in a group of one answer there is nothing to compare with
     return [centred * size / max(1, size - 1) for centred in dr_grpo(rewards_G)]
@@ -75,8 +72,7 @@ def max_rl(rewards_G: Sequence[float]) -> list[float]:
     """Return `(r_i - mean(r)) / mean(r)` (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
 
     The rarer a reward is in its group, the more it counts. Rewards are at least 0, such as 1 for success. Equal
-    rewards, all 0 too, give exactly 0. Raise TrainingError if a reward is negative.
-    """
+    rewards, all 0 too, give exactly 0. Raise TrainingError if a reward is negative."""
     if min(rewards_G) < 0:
         raise TrainingError(
             f"advantage = 'max_rl' divides by the mean reward and needs rewards of at least 0, got {min(rewards_G)}. "
@@ -93,8 +89,7 @@ def pass_at_k(rewards_G: Sequence[float], *, k: int) -> list[float]:
     raises pass@k; times k / G it is `s^(loo - 1)` of Walder and Karkhanis 2025, "Pass@K Policy Optimization", and with
     k = G the estimate of Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using
     Reinforcement Learning": the best less the second best for the best, 0 for the others (verl's `grpo_passk` without
-    its division by the std). It is never negative. Raise TrainingError if there are fewer than `k` rollouts.
-    """
+    its division by the std). It is never negative. Raise TrainingError if there are fewer than `k` rollouts."""
     size = len(rewards_G)
     if size < k:
         raise TrainingError(
@@ -115,8 +110,7 @@ def opo(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> list[float]:
     """Return `r_i - sum(l r) / sum(l)`, `l` being the sampled tokens of a rollout.
 
     The baseline of least variance where the gradients of tokens are alike and independent (Hao et al. 2025, "On-Policy
-    RL with Optimal Reward Baseline"; verl's `compute_opo_outcome_advantage`). Equal rewards give exactly 0.
-    """
+    RL with Optimal Reward Baseline"; verl's `compute_opo_outcome_advantage`). Equal rewards give exactly 0."""
     total = sum(lengths_G)
     if total == 0 or max(rewards_G) == min(rewards_G):
         return [0.0] * len(rewards_G)
@@ -132,8 +126,7 @@ def opo_of_rollouts(groups: Groups) -> list[list[float]]:
 def batch_grpo(groups: Groups) -> list[list[float]]:
     """Return `(r - mean of the group) / (std of the batch + 1e-6)`, sample std over the rewards of all rollouts.
 
-    TRL's `scale_rewards = "batch"`; Liu et al. 2025, "Tricks or Traps? A Deep Dive into RL for LLM Reasoning".
-    """
+    TRL's `scale_rewards = "batch"`; Liu et al. 2025, "Tricks or Traps? A Deep Dive into RL for LLM Reasoning"."""
     std = sample_std([one.total_reward for group in groups for one in group])
     centred_PG = [dr_grpo([one.total_reward for one in group]) for group in groups]
     return [[centred / (std + STD_EPSILON) for centred in centred_G] for centred_G in centred_PG]
@@ -144,8 +137,7 @@ def gdpo(groups: Groups, weights: Mapping[str, float]) -> list[list[float]]:
 
     A reward with a large spread does not drown the others (Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization
     Policy Optimization"; TRL's `multi_objective_aggregation = "normalize_then_sum"`). Mean and sample std of the batch
-    count rollouts. Raise TrainingError if there are rewards of parts, which have no weight.
-    """
+    count rollouts. Raise TrainingError if there are rewards of parts, which have no weight."""
     if any(len(one.step_rewards) for group in groups for one in group):
         raise TrainingError(
             "advantage = 'gdpo' weighs the rewards of rewards.weights, and an environment gives rewards of turns or "
@@ -168,8 +160,7 @@ def with_steps(function: RewardsAdvantage, groups: Groups) -> list[list[Advantag
     is normalised by itself and added, as in Cui et al. 2025, "Process Reinforcement through Implicit Rewards".
 
     That says which parts are better than others, and does not raise the sum of all. The same cost of every turn has no
-    effect, and a rollout of more good turns has an advantage over a rollout of fewer turns.
-    """
+    effect, and a rollout of more good turns has an advantage over a rollout of fewer turns."""
     return [_with_steps(function, group) for group in groups]
 
 
@@ -193,8 +184,7 @@ def reinforce_pp(groups: Groups) -> list[list[np.ndarray]]:
     Hu et al. 2025, "REINFORCE++": the advantage of token t is `r - coef * sum of the KL of t and later tokens`, less
     its mean and divided by its std over the tokens of the batch. As verl's
     `compute_reinforce_plus_plus_outcome_advantage` with gamma 1. The mean is a baseline, so rollouts that are not
-    trained count too.
-    """
+    trained count too."""
     return _whitened([[rewards_to_go(one.token_rewards) for one in group] for group in groups])
 
 
@@ -202,8 +192,7 @@ def reinforce_pp_baseline(groups: Groups) -> list[list[np.ndarray]]:
     """Return `r - mean` of the group at each token, whitened over all sampled tokens of the batch.
 
     Hu et al. 2025, "REINFORCE++", with baseline; as verl's
-    `compute_reinforce_plus_plus_baseline_outcome_advantage`: a KL penalty counts as a sum.
-    """
+    `compute_reinforce_plus_plus_baseline_outcome_advantage`: a KL penalty counts as a sum."""
     return _whitened(
         [
             [
@@ -223,8 +212,7 @@ def _whitened(values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
 def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the arrays with mean 0 and variance 1 over all their numbers: `(v - mean) / sqrt(var + 1e-8)`.
 
-    The sample variance, as in `masked_whiten` of TRL and verl. Numbers that are all equal give exactly 0.
-    """
+    The sample variance, as in `masked_whiten` of TRL and verl. Numbers that are all equal give exactly 0."""
     everything = np.concatenate([np.zeros(0), *values])
     if not len(everything) or everything.min() == everything.max():
         return [np.zeros(len(own)) for own in values]

@@ -41,8 +41,7 @@ def build_advantage(config: TrainerConfig) -> Advantage:
     """Return what gives every rollout of a batch the advantage of its environment, times the environment's weight.
 
     An advantage that normalises over the batch normalises over its own groups. Raise ConfigError if a function of the
-    user cannot be loaded. The returned function raises TrainingError for a group of one where rollouts are compared.
-    """
+    user cannot be loaded. The returned function raises TrainingError for a group of one where rollouts are compared."""
     sections: list[AdvantageConfig] = []
     for section in (config.advantage, *map(config.advantage_of, config.environments)):
         sections += [section] if section not in sections else []
@@ -73,8 +72,7 @@ def build_named_advantage(section: AdvantageConfig, config: TrainerConfig) -> Ad
 
     A function of the user gets the rollouts of the batch as a list of lists of `ScoredRollout`, problem by problem, and
     returns as many values: finite numbers, or sequences of one for each sampled token. Raise ConfigError if the user's
-    function cannot be loaded.
-    """
+    function cannot be loaded."""
     if section.type not in ADVANTAGES:
         return _user_advantage(section.type)
     built_in = ADVANTAGES[section.type]
@@ -147,8 +145,7 @@ def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequenc
 def assign_gae_advantages(samples: Sequence[Sample], rollouts_PG: Groups, config: CriticConfig) -> None:
     """Give every target its advantage and return by GAE: penalties at each token, the reward at the last one.
 
-    As in Ouyang et al. 2022, "Training language models to follow instructions with human feedback".
-    """
+    As in Ouyang et al. 2022, "Training language models to follow instructions with human feedback"."""
     for sample, rollout in zip(samples, chain.from_iterable(rollouts_PG), strict=True):
         advantages_T, returns_T = generalized_advantages(
             rollout.token_rewards, target_values(sample, VALUE), gamma=config.gamma, lam=config.lam

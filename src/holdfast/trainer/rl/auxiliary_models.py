@@ -227,8 +227,7 @@ class RewardModel:
         """Return the score of every sample, the same on every rank; a sample of several sequences has the score of the
         last. Collective.
 
-        The last branch of a rollout is its chat as the template shows it in the end.
-        """
+        The last branch of a rollout is its chat as the template shows it in the end."""
         device = self._mesh.device
         samples = [_last_sequence(sample) for sample in samples]
         own = plan_micro_batches(samples, row_tokens=row_tokens, layout=self.model.layout, mesh=self._mesh)

@@ -67,8 +67,7 @@ def to_samples(rollouts: Sequence[Rollout], *, trained_version: int) -> list[Sam
     """Return one sample per rollout, with all its branches: the sampler's log-prob and the version age of each token.
 
     Age is `trained_version` minus the version that sampled the token. The log-probs of a teacher are those under the
-    reference. Raise DataError if a rollout's arrays do not fit together.
-    """
+    reference. Raise DataError if a rollout's arrays do not fit together."""
     return [_to_sample(rollout, trained_version) for rollout in rollouts]
 
 
@@ -157,8 +156,7 @@ def plan_epochs(
     """Return the minibatches of each epoch; every sample is in one of each epoch.
 
     With several minibatches the samples are shuffled, again in every epoch, as a function of only seed, step and epoch
-    (numpy never changes what its SeedSequence gives).
-    """
+    (numpy never changes what its SeedSequence gives)."""
     epochs = []
     for epoch in range(config.epochs):
         order = np.arange(len(samples))

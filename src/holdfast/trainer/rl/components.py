@@ -25,8 +25,7 @@ from holdfast.trainer.rl.rewards import RunningMoments
 class RlComponents:
     """The components of one run; A component that the configuration does not need is None. Collective to make. Raise
     ConfigError if a setting is missing; DataError if a model cannot be loaded, or knows the policy's tokens by other
-    ids.
-    """
+    ids."""
 
     def __init__(self, config: TrainerConfig, mesh: Mesh) -> None:
         self._config = config

@@ -38,8 +38,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     """Return Schulman's k3 = r - 1 - log r per token, r = exp(log_ratio), in nats.
 
     With samples from q and r = p / q its mean estimates KL(q || p), without bias and never negative
-    (J. Schulman, "Approximating KL divergence", 2020). expm1 keeps the digits near r = 1.
-    """
+    (J. Schulman, "Approximating KL divergence", 2020). expm1 keeps the digits near r = 1."""
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -115,8 +114,7 @@ class EntropyCoefficient(State):
     Without a target it stays as configured. With a target it is c if the entropy of the last step was at most the
     target, else 0. After a step with at most the target, c rises by `step_size`, to `largest`. After any other step it
     falls by `step_size`, to 0 (He et al. 2025, "Skywork Open Reasoner 1 Technical Report", section 3.3; TRL's
-    `use_adaptive_entropy`). Before the first step no entropy is known, and the bonus is 0.
-    """
+    `use_adaptive_entropy`). Before the first step no entropy is known, and the bonus is 0."""
 
     def __init__(self, config: EntropyConfig) -> None:
         self._config = config

@@ -99,8 +99,7 @@ Objective = Callable[[PolicyLossInput, Any], tuple[Tensor, Counts]]
 def log_ratios(data: PolicyLossInput, config: RatioLoss) -> Tensor:
     """Return log(pi / base) per token, bounded; carries the gradient, (N,).
 
-    The base is the sampler, or with `ratio_to = "old"` the trainer's own policy at the start of the step.
-    """
+    The base is the sampler, or with `ratio_to = "old"` the trainer's own policy at the start of the step."""
     return bounded(data.logprobs_N - (data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N))
 
 
@@ -110,8 +109,7 @@ def token_weights(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
     `sequence`: 1 / (sequences of the step * tokens of the sequence): every sequence counts the same
     (GRPO). `token`: 1 / tokens of the step: every token counts the same (DAPO, Yu et al. 2025, eq. 8).
     `constant`: 1 / (sequences of the step * constant_tokens): no length enters (Dr.GRPO, Liu et al.
-    2025, "Understanding R1-Zero-Like Training", section 3.2).
-    """
+    2025, "Understanding R1-Zero-Like Training", section 3.2)."""
     aggregation = config.aggregation if isinstance(config, BuiltInLoss) else "sequence"
     if aggregation == "token":
         return torch.full_like(data.weights_N, 1 / max(1, data.step_tokens))
@@ -124,8 +122,7 @@ def token_weights(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
 def over_sequences(values_N: Tensor, data: PolicyLossInput, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Return, for each token, `reduce` of the values of its sequence, (N,).
 
-    One sequence after the other: scattered sums have no fixed order on GPUs, and so no exact rerun.
-    """
+    One sequence after the other: scattered sums have no fixed order on GPUs, and so no exact rerun."""
     if values_N.numel() == 0:
         return values_N
     lengths = data.sequence_lengths
@@ -143,8 +140,7 @@ def clipped_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, C
     - `ppo` (Schulman et al. 2017): token.
     - `grpo` (Shao et al. 2024, "DeepSeekMath", eq. 3, without its KL term): sequence.
     - `dr_grpo` (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2): constant.
-    - `dapo` (Yu et al. 2025, "DAPO", eq. 8): token, and clip_high above clip_low.
-    """
+    - `dapo` (Yu et al. 2025, "DAPO", eq. 8): token, and clip_high above clip_low."""
     return clipped_surrogate(torch.exp(log_ratios(data, config)), data.advantages_N, config)
 
 
@@ -152,8 +148,7 @@ def gspo_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, Coun
     """Return GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5).
 
     The `clipped_surrogate` of s = exp(mean over the sequence of log_ratios), the same for all tokens of a sequence
-    (eq. 7). Counts are tokens of clipped sequences.
-    """
+    (eq. 7). Counts are tokens of clipped sequences."""
     mean_N = over_sequences(log_ratios(data, config), data, torch.mean)
     return clipped_surrogate(torch.exp(mean_N), data.advantages_N, config)
 
@@ -163,8 +158,7 @@ def gspo_token_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor
 
     The `clipped_surrogate` of s_t = sg(s) pi_t / sg(pi_t), with s as in `gspo_objective` and sg: no gradient. Its value
     is s; its gradient is s times the gradient of the token's own log-probability. With one advantage per sequence, and
-    `aggregation = "sequence"`, loss and gradient equal `gspo`.
-    """
+    `aggregation = "sequence"`, loss and gradient equal `gspo`."""
     mean_N = over_sequences(log_ratios(data, config).detach(), data, torch.mean)
     # 0 in value: it only brings in the gradient of the token.
     own_N = data.logprobs_N - data.logprobs_N.detach()
@@ -176,8 +170,7 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PpoLoss) ->
 
     The second bound is dual clip (Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
     Learning", eq. 5; the two-sided clip of INTELLECT-2). Counts are of the tokens that each bound takes the gradient
-    from: clipping stops it only where it lowers the objective, hence the signs.
-    """
+    from: clipping stops it only where it lowers the objective, hence the signs."""
     low, high = config.clip_range
     clipped_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
     dual_N = (ratio_N > config.dual_clip) & (advantages_N < 0)
@@ -200,8 +193,7 @@ def cispo_objective(data: PolicyLossInput, config: CispoLoss) -> tuple[Tensor, C
     """Return CISPO (MiniMax 2025, "MiniMax-M1", eqs. 4 and 5): sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A_t l_t.
 
     With rho = exp(log_ratios) and sg: no gradient. Clipping bounds a token's weight but never takes its gradient away;
-    the clip counts say where it bounds.
-    """
+    the clip counts say where it bounds."""
     low, high = config.clip_range
     ratio_N = torch.exp(log_ratios(data, config)).detach()
     counts = clip_counts(ratio_N, data.advantages_N, low, high)
@@ -214,8 +206,7 @@ def policy_gradient_objective(data: PolicyLossInput, config: PolicyGradientLoss)
     sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios): importance sampling of the policy gradient, truncated
     (Ionides 2008), so that older rollouts and further epochs do not bias it except by the truncation. If rho is 1, as
     with `ratio_to = "old"` and one update a step, it is REINFORCE. With `aggregation = "constant"` it is the policy
-    gradient of the whole sequence's log-probability, times 1 / constant_tokens.
-    """
+    gradient of the whole sequence's log-probability, times 1 / constant_tokens."""
     ratio_N, counts = _truncated_ratios(data, config)
     return ratio_N * data.advantages_N * data.logprobs_N, counts
 
@@ -226,8 +217,7 @@ def dppo_objective(data: PolicyLossInput, config: DppoLoss) -> tuple[Tensor, Cou
     m_t sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios). The probabilities of the token under policy and
     base are p and b. The mask m_t is 0 if the policy has gone too far already: p - b > clip_high and A > 0, or
     p - b < -clip_low and A < 0. It bounds what moves probability, not its ratio: rare tokens may multiply theirs. The
-    truncation is from section 5.4.
-    """
+    truncation is from section 5.4."""
     ratio_N, counts = _truncated_ratios(data, config)
     with torch.no_grad():
         base_N = data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N
@@ -241,8 +231,7 @@ def dppo_objective(data: PolicyLossInput, config: DppoLoss) -> tuple[Tensor, Cou
 def likelihood_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return the log-likelihood of the rollouts, whatever their advantage: l_t.
 
-    For rollouts of a teacher (hard distillation; Kim and Rush 2016, "Sequence-Level Knowledge Distillation").
-    """
+    For rollouts of a teacher (hard distillation; Kim and Rush 2016, "Sequence-Level Knowledge Distillation")."""
     return data.logprobs_N, {}
 
 
@@ -303,8 +292,7 @@ def build_policy_loss(config: AnyPolicyLoss) -> PolicyLoss:
     A built-in loss is - sum_t w_t c_t objective_t, with the weights w of `aggregation` and the factors c of
     `correction`. Your own function is called as `function(data, **config.args)`, where `data` has both. It returns the
     loss, a scalar, and counts of tokens by name. Raise ConfigError if the function cannot be loaded, or does not accept
-    `config.args`.
-    """
+    `config.args`."""
     inner = _user_loss(config) if isinstance(config, OwnLoss) else _built_in_loss(config)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
@@ -356,8 +344,7 @@ def with_entropy_bonus(loss: PolicyLoss, coefficient: EntropyCoefficient) -> Pol
     """Return `loss - coef * mean entropy` (Williams and Peng 1991, "Function optimization using connectionist ...").
 
     The mean is over all trained tokens of the update, whatever the denominator of the loss, as in TRL: so a coefficient
-    means the same for every loss.
-    """
+    means the same for every loss."""
 
     def rewarded(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         value, counts = loss(data)
@@ -373,8 +360,7 @@ def with_kl_term(
     """Return `loss + coef * sum_t w_t KL_t` (Shao et al. 2024, "DeepSeekMath", which has k3 there).
 
     The weights w, and so the denominator, are the loss's own, as are the log-probabilities that `k3_unbiased` takes the
-    importance ratio to, unless the loss has none: then to the policy at the start of the step.
-    """
+    importance ratio to, unless the loss has none: then to the policy at the start of the step."""
 
     def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         assert data.reference_logprobs_N is not None, "a KL term needs a reference"
@@ -392,8 +378,7 @@ def with_distillation_term(loss: PolicyLoss, config: PolicyLossConfig, coef: flo
 
     The reverse KL of Gu et al. 2024, "MiniLLM", and Agarwal et al. 2024, "On-Policy Distillation of Language Models",
     on rollouts of the policy; how an earlier token leads to a later one carries no gradient. The weights w are the
-    loss's own.
-    """
+    loss's own."""
 
     def taught(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         assert data.teacher_kl_N is not None, "a distillation term needs a teacher"

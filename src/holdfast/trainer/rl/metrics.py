@@ -87,8 +87,7 @@ class PolicyStatistics:
         """Return the metrics of the step, the same on every rank. Collective.
 
         All are means over trained tokens but these: `loss`, the mean of the updates; `mismatch/ratio_*`,
-        quantiles and maximum of trainer over sampler; `mismatch/max_log_ratio`, in either direction.
-        """
+        quantiles and maximum of trainer over sampler; `mismatch/max_log_ratio`, in either direction."""
         log_ratios = torch.cat(self._log_ratios).cpu() if self._log_ratios else torch.zeros(0, dtype=torch.float64)
         ratios = mesh.concatenate(log_ratios.exp())
         sums = mesh.sum(self._sums.read())
@@ -112,8 +111,7 @@ class PolicyStatistics:
 def value_sums(returns_N: Tensor, values_N: Tensor) -> dict[str, Tensor | float]:
     """Return what `explained_variance` takes, of these tokens: sums, which add up over micro-batches and ranks.
 
-    They are scalars on the device of the tokens.
-    """
+    They are scalars on the device of the tokens."""
     returns_N, values_N = returns_N.detach().double(), values_N.detach().double()
     errors_N = returns_N - values_N
     return {
@@ -131,8 +129,7 @@ def explained_variance(
     """Return 1 - Var(returns - values) / Var(returns), from sums over tokens (`value_sums`).
 
     1: the critic is right except for a constant; 0: no better than a constant; below: worse. NaN where the returns do
-    not differ, so that there is nothing to explain.
-    """
+    not differ, so that there is nothing to explain."""
     if num_tokens == 0:
         return float("nan")
     variance = squared_returns / num_tokens - (returns / num_tokens) ** 2

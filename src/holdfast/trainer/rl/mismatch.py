@@ -59,8 +59,7 @@ class MismatchCheck:
     """Compares fresh rollouts of each step, by the log-probabilities that its first update computes anyway.
 
     With dropout, or what else is random in training, those are noise. Then a pass of its own, without it, compares the
-    first fresh rollouts of the attempt, and no others.
-    """
+    first fresh rollouts of the attempt, and no others."""
 
     def __init__(self, config: TrainerConfig, policy: Policy, mesh: Mesh, *, layout: Layout) -> None:
         self._config = config
@@ -174,8 +173,7 @@ def measure_parity_prompt(
     """Return the parity prompt of the current weights as JSON; None if its text is one token. Collective.
 
     Differences d of log-probabilities make a KL divergence of d^2 / 2 (Schulman, "Approximating KL divergence"), so
-    what `mismatch_limit` allows is allowed here.
-    """
+    what `mismatch_limit` allows is allowed here."""
     token_ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:MAX_TOKENS]
     if len(token_ids) < 2:
         return None

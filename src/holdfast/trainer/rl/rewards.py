@@ -53,8 +53,7 @@ class RunningMoments(State):
     def update(self, rewards: Sequence[float]) -> None:
         """Take over the rewards of a batch from all ranks: moments of parts must not be averaged.
 
-        Sums are exact before their one rounding, so the order of the rewards does not matter.
-        """
+        Sums are exact before their one rounding, so the order of the rewards does not matter."""
         num = len(rewards)
         if num == 0:
             return
@@ -84,8 +83,7 @@ def soft_overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: in
 
     0 up to `max_tokens - buffer_tokens`, then linearly down to -1 at `max_tokens`, and -1 beyond (Yu et al. 2025,
     "DAPO", soft overlong punishment). Without a buffer it falls from 0 to -1 above `max_tokens`. `num_tokens`: sampled
-    tokens of the completion.
-    """
+    tokens of the completion."""
     excess_tokens = num_tokens - (max_tokens - buffer_tokens)
     if excess_tokens <= 0:
         return 0.0

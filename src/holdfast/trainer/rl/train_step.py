@@ -87,8 +87,7 @@ def forward_backward(
     """Accumulate the gradients of one update; return its loss, of all ranks. Collective. `teacher`: what
     `PolicyLossInput.teacher_kl_N` measures the divergence from; its parameters stay whole. If samples have no
     log-probabilities from before the step, the weights have not changed since: the update is the only one of its step.
-    Under `torch.no_grad` only the forward passes are made, for `statistics`.
-    """
+    Under `torch.no_grad` only the forward passes are made, for `statistics`."""
     reading = replace(reading, entropy=True)
     samples = minibatch.samples
     num_targets = minibatch.num_targets
@@ -186,8 +185,7 @@ class Learner:
         """Train on the batch of the next step; return its metrics. Collective. `is_foreign`: other weights than the
         published ones of its version sampled it, so its log-probabilities say nothing about whether the engine computes
         the same model. Raise TrainingError if something is not finite, or the engine computes another model; then the
-        step must not be published or saved.
-        """
+        step must not be published or saved."""
         step, config, components = batch.step, self._config, self._components
         rollouts = batch.rollouts
         groups = group_rollouts(rollouts)
