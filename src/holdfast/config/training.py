@@ -246,12 +246,15 @@ class OptimConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Clip the global gradient norm to this; `inf`: never clip."""
 
-    schedule: Annotated[Literal["constant", "linear", "cosine"], Mark.RATE] = "constant"
-    """Shape of the learning rate after warm-up, until `schedule_steps`: `constant`, or a line or half a cosine that
-    begins at `lr`."""
+    schedule: Annotated[Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"], Mark.RATE] = "constant"
+    """Shape of the learning rate after warm-up, until `schedule_steps`: `constant`, a line or half a cosine that begins
+    at `lr`, or `wsd` (warm-up, stable, decay): a line in the last `decay_steps`. `inverse_sqrt` has no end."""
 
     schedule_steps: int | None = Field(default=None, ge=1)
     """Last step of the schedule; unset: max_steps. Later steps keep its rate."""
+
+    decay_steps: int | None = Field(default=None, ge=1)
+    """With `wsd`: steps in which the rate falls; unset: a tenth of all."""
 
     warmup_steps: Annotated[int, Mark.RATE] = Field(default=0, ge=0, validate_default=False)
     """Steps of linear warm-up: of 10, the first trains at a tenth of `lr`, the tenth at `lr`. Unset: a tenth of all
@@ -292,15 +295,20 @@ class OptimConfig(Section):
             end, name = self.schedule_steps, f"{section}.schedule_steps"
         if self.warmup_steps >= end and self.warmup_steps > 0:
             raise ValueError(f"{section}.warmup_steps ({self.warmup_steps}) must be below {name} ({end})")
+        if self.decay_steps is not None and self.warmup_steps + self.decay_steps > end:
+            raise ValueError(
+                f"{section}.warmup_steps ({self.warmup_steps}) and {section}.decay_steps ({self.decay_steps}) are more "
+                f"than {name} ({end})"
+            )
 
     def check_schedule(self, section: str) -> None:
-        """Check that a rate with an end falls. Raise ValueError if it is constant; the message names settings as
-        settings of `section`."""
-        if self.schedule == "constant" and self.min_lr_ratio:
-            raise ValueError(
-                f"{section}.min_lr_ratio = {self.min_lr_ratio:g} has no effect with {section}.schedule = 'constant': "
-                "leave it out, or set schedule to 'linear' or 'cosine'"
-            )
+        """Check that settings have an effect with the schedule. Raise ValueError if one has none; the message names
+        settings as settings of `section`."""
+        instead = f"has no effect with {section}.schedule = '{self.schedule}': leave it out, or set schedule to"
+        if self.schedule in _ENDLESS and self.min_lr_ratio:
+            raise ValueError(f"{section}.min_lr_ratio = {self.min_lr_ratio:g} {instead} 'linear', 'cosine' or 'wsd'")
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            raise ValueError(f"{section}.decay_steps = {self.decay_steps} {instead} 'wsd'")
 
 
 class AdamWConfig(OptimConfig):
@@ -327,7 +335,10 @@ AnyOptim = Annotated[AdamWConfig | MuonConfig, ByType("adamw")]
 
 _LORA_RATE = 10
 """Schulman et al. 2025, LoRA Without Regret: the best rate of adapters is about ten times the rate of whole weights."""
-_WARMUP_SHARE = 10
+_WARMUP_SHARE = _DECAY_SHARE = 10
+_ENDLESS = ("constant", "inverse_sqrt")
+_TIMESCALE = 10_000
+"""Of `inverse_sqrt` without warm-up, as in transformers."""
 RATES = marked(OptimConfig, Mark.RATE)
 
 
@@ -591,24 +602,28 @@ class SftConfig(EvaluatedCommand):
 
 
 def schedule_end(config: OptimConfig, max_steps: int) -> int | None:
-    """Return the step at which the schedule ends; None if the rate never falls."""
-    if config.schedule == "constant":
-        return None
-    return config.schedule_steps or max_steps
+    """Return the step at which the schedule ends; None if the rate does not depend on it."""
+    return None if config.schedule in _ENDLESS else config.schedule_steps or max_steps
 
 
 def learning_rate(step: int, config: OptimConfig, max_steps: int) -> float:
     """Return the learning rate of the 1-based optimizer step `step`; it is never 0.
 
     Linear warm-up, `lr * step / warmup_steps`; then `lr`, or from `lr` on the first step after the warm-up down a line
-    or half a cosine, which would be at `lr * min_lr_ratio` on the step after `schedule_steps` (unset: `max_steps`).
+    or half a cosine, which would be at `lr * min_lr_ratio` on the step after `schedule_steps` (unset: `max_steps`), or
+    by `lr * sqrt(warmup_steps / step)` without an end (without warm-up: as after 10,000 steps).
     That is what transformers' schedules give after `step - 1` steps, and within the warm-up after `step`: theirs begins
     with a step at rate 0, which trains nothing. Steps after `schedule_steps` keep the rate of that step."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     end = schedule_end(config, max_steps)
     if end is None:
-        return config.lr
-    progress = (min(step, end) - 1 - config.warmup_steps) / (end - config.warmup_steps)
-    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        scale = config.warmup_steps or _TIMESCALE
+        root = math.sqrt((step - 1 - config.warmup_steps + scale) / scale)
+        return config.lr / root if config.schedule == "inverse_sqrt" else config.lr
+    begin = config.warmup_steps
+    if config.schedule == "wsd":
+        begin = max(begin, end - (config.decay_steps or max(1, end // _DECAY_SHARE)))
+    progress = max(0.0, (min(step, end) - 1 - begin) / (end - begin))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)

@@ -24,16 +24,18 @@ from tests.conftest import ModelFactory
 
 @pytest.mark.parametrize("low", [0.0, 0.2, 0.9])
 @pytest.mark.parametrize(("warmup", "end"), [(0, 1), (1, 2), (2, 3), (3, 50), (0, 20), (1, 20), (4, 20)])
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd", "inverse_sqrt"])
 def test_rates_are_those_of_transformers_without_a_step_at_0(schedule: str, warmup: int, end: int, low: float) -> None:
     """So every step trains, and the first behind the warm-up at the peak."""
     config = AdamWConfig(lr=0.25, warmup_steps=warmup, schedule=schedule, min_lr_ratio=low)  # type: ignore[arg-type]
     ours = [learning_rate(step, config, end) for step in range(1, end + 1)]
     assert min(ours) > 0 and ours[warmup] == max(ours) == 0.25
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.25)
+    of_wsd = {"num_decay_steps": max(1, end // 10), "decay_type": "linear", "min_lr_ratio": low}
     name, fields = {
         "constant": ("constant_with_warmup", {}), "linear": ("polynomial", {"lr_end": 0.25 * low, "power": 1.0}),
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": low}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": low}), "inverse_sqrt": ("inverse_sqrt", {}),
+        "wsd": ("warmup_stable_decay", of_wsd),
     }[schedule]  # fmt: skip
     scheduler = get_scheduler(name, optimizer, warmup, end, fields)
     theirs = []
@@ -42,10 +44,11 @@ def test_rates_are_those_of_transformers_without_a_step_at_0(schedule: str, warm
         optimizer.step()
         scheduler.step()
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)
-    assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
+    if schedule != "wsd":  # whose warm-up begins at the lowest rate there
+        assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
 def test_a_schedule_that_ends_at_a_step_of_its_own_ignores_max_steps(schedule: str) -> None:
     fixed = AdamWConfig(lr=0.25, warmup_steps=4, min_lr_ratio=0.1, schedule=schedule, schedule_steps=20)  # type: ignore[arg-type]
     stretched = fixed.model_copy(update={"schedule_steps": None})
@@ -65,6 +68,14 @@ def test_warm_up_must_fit_before_the_end_of_the_schedule_and_muon_what_is_traine
     with pytest.raises(ValueError, match="critic.optim.warmup_steps .5. must be below max_steps .5."):
         critic = {"optim": {"warmup_steps": 5}}
         TrainerConfig.model_validate({"max_steps": 5, "advantage": "gae", "critic": critic})
+    for refused, said in (
+        ({"schedule": "wsd", "decay_steps": 3, "warmup_steps": 3}, "are more than max_steps .5."),
+        ({"schedule": "cosine", "decay_steps": 3}, "decay_steps = 3 has no effect with .* set schedule to 'wsd'"),
+        ({"schedule": "inverse_sqrt", "min_lr_ratio": 0.1}, "has no effect with .* 'linear', 'cosine' or 'wsd'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            critic = {"optim": refused}
+            TrainerConfig.model_validate({"max_steps": 5, "advantage": "gae", "critic": critic})
     for refused in ({"betas": (0.997, 0.95)}, {"betas": (0.9, 0.999)}, {"type": "muon", "momentum": 0.998}):
         with pytest.raises(ValueError, match="moments_dtype = 'bfloat16' needs decay rates of at most 0.96"):
             SftConfig.model_validate({"optim": refused | {"moments_dtype": "bfloat16"}})
