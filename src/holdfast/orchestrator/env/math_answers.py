@@ -135,6 +135,8 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
             return {"equal": True}
         if any(isinstance(one.value, tuple) for one in numbers):
             return {"equal": False}
+        if "$" not in completion and "\\boxed" not in completion and len(numbers_alone(completion)) > 1:
+            completion = f"${completion}$"
     given = list[Any]()
     if len(numbers) == 1:
         said = numbers_alone(completion)

@@ -5,7 +5,7 @@ r"""Numbers as people write them. One rule reads right answers and completions.
 1,234  1,234.5  1,00,000        commas group thousands if three digits follow the last comma
 1 000  1'000  1_000  5{,}000    so do spaces, apostrophes and LaTeX's spaces, if each group has three digits
 12,5  0,123  1.234,5            another single comma is a decimal comma
-(12,3)  1,2,3                   in brackets, and between several commas, commas separate numbers
+(12,3)  {1,2}  1,2,3            in brackets, and between several commas, commas separate numbers
 [1,2)                           two numbers in other brackets are another interval
 1/2  1 1/2  \frac{1}{2}         a fraction
 3:45                            a time or ratio, which equals no number
@@ -49,7 +49,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_BRACKETED = re.compile(r"[(\[][-+\d.,;/\s]+[)\]]")
+_BRACKETED = re.compile(r"(?:[(\[]|\\\{|(?<![\w^\]}\\])\{)[-+\d.,;/\s]+(?:\\right)?\\?[)\]}]")
 _ENCLOSED = re.compile(r"([(\[])[^()\[\]]+([)\]])")
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d?(?:,\d{2})+,\d{3}(?:\.\d+)?")
 _DOTTED_THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}")
@@ -96,10 +96,10 @@ def read_numbers(text: str, *, of_point: bool = False) -> list[Number]:
     return numbers
 
 
-def numbers_alone(text: str) -> list[Number]:
+def numbers_alone(text: str, *, of_point: bool = False) -> list[Number]:
     """Return the numbers of a text that holds numbers, signs between numbers, and nothing else; otherwise none."""
     folded = fold(text).strip()
-    numbers = read_numbers(folded, of_point=is_point(folded))
+    numbers = read_numbers(folded, of_point=of_point or is_point(folded))
     rest, place = "", 0
     for number in numbers:
         rest += folded[place : number.start]
@@ -108,8 +108,8 @@ def numbers_alone(text: str) -> list[Number]:
 
 
 def is_point(answer: str) -> bool:
-    """Return whether the right answer is a list of numbers in brackets, such as (12,345)."""
-    found = _BRACKETED.fullmatch(fold(answer).strip())
+    """Return whether the right answer is a list of numbers in brackets, such as (12,345) or {12,345}."""
+    found = _BRACKETED.fullmatch(re.sub(r"\\left|[$\s]", "", fold(answer)))
     return found is not None and ("," in found[0] or ";" in found[0])
 
 
@@ -142,8 +142,9 @@ def number(completion: str, answer: str) -> float:
     wanted, brackets = (_brackets(text) if len(right) == 2 else "" for text in (answer, completion))
     if wanted not in ("", brackets) and (brackets or wanted in ("(]", "[)")):
         return 0.0
-    alone = numbers_alone(completion) if len(right) > 1 else []
-    given = alone or read_numbers(completion, of_point=is_point(answer))
+    of_point = is_point(answer)
+    alone = numbers_alone(completion, of_point=of_point) if len(right) > 1 else []
+    given = alone or read_numbers(completion, of_point=of_point)
     return float(ends_with(given, right) and len(alone) in (0, len(right)))
 
 

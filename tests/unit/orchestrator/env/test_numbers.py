@@ -24,7 +24,7 @@ FORMS = [
     ["0.00001", "1e-05", "1E-5", "10^{-5}", "10\u207b\u2075", ".00001", "1*10^-5"],
     ["2500", "2.5 \u00d7 10^3", "2.5 \\times 10^{3}", "2,5e3", "2.5\u00b710\u00b3"],
     ["-0.75", "-0,75", "\u22120,75", "-.75", "-3/4", "-\\frac34"], ["50 %", "50%", "50\\%", "50 percent"],
-    ["0.123", "0,123"], ["3:45", "03:45"], ["(12,3)", "(12, 3)", "\\left(12, 3\\right)", "(12;3)"],
+    ["0.123", "0,123"], ["3:45", "03:45"], ["(12,3)", "(12, 3)", "\\left(12,3\\right)", "(12;3)", "\\{12,3\\}"],
     ["[12,3]", "[12, 3]"], ["[12,3)", "[12, 3)"], ["(12,345)", "(12, 345)"], ["1, 2, 3", "1,2,3", "[1,2,3]"],
     ["10000000000000000000000", "1e22", "1e+22"], ["10000000000000000000001"], ["0.00000025", "2.5e-7", "2.5e-07"],
     ["0.00000026", "2.6e-7"],
@@ -33,6 +33,10 @@ FORMS = [
 RIGHT = [(given, answer) for line in FORMS for given, answer in itertools.product(line, line)]
 WRONG = [pair for one, other in itertools.permutations(FORMS, 2) for pair in zip(one, other, strict=False)]
 WRONG.remove(("(12,345)", "12345"))  # "twelve thousand (12,345)": a completion may write a number in brackets
+SETS = [("{1, 2}", "{1,2}"), ("$\\{1,234\\}$", "\\{1,234\\}"), ("\\left\\{0,1\\right\\}", "$\\{0, 1\\}$")]
+SETS += [("$(1,234)$", "(1,234)"), ("\\boxed{1,2}", "1.2"), ("\\text{1,2}", "1.2"), ("\\boxed{(12,345)}", "(12,345)")]
+NO_SETS = [("\\boxed{1.2}", "\\{1,2\\}"), ("0.1", "\\{0,1\\}"), ("1234", "\\{1,234\\}"), ("\\{1,2\\}", "1.2")]
+NO_SETS += [("\\{1,2\\}", "\\{1,3\\}"), ("2", "{1,2}")]
 OF_ONE_NUMBER = {form for line in FORMS for form in line if len(numbers_alone(form)) == 1 and ":" not in form}
 
 
@@ -41,6 +45,7 @@ def test_each_form_of_the_right_value_is_right_and_each_other_value_is_wrong(sen
     assert len(RIGHT) > 400 and len(WRONG) > 400
     assert [pair for pair in RIGHT if not number(sentence.format(pair[0]), pair[1])] == []
     assert [pair for pair in WRONG if number(sentence.format(pair[0]), pair[1])] == []
+    assert [number(sentence.format(given), answer) for given, answer in SETS + NO_SETS] == [1.0] * 7 + [0.0] * 6
 
 
 def test_math_verify_reads_numbers_by_the_same_rule() -> None:
@@ -55,7 +60,8 @@ def test_math_verify_reads_numbers_by_the_same_rule() -> None:
     others += [("$\\begin{pmatrix}1\\\\2\\end{pmatrix}$", "(1,2)"), ("<think>12</think><answer>12.5</answer>", "12")]
     more = [("$\\frac{1}{2}$", "1/2"), ("12", "12 apples"), ("$x=5$", "5"), ("$(12, 3)$", "(12,3)"), ("0.5", "50 %")]
     more += [("<think>12</think><answer>12.5</answer>", "12.5"), ("计划的比例为13/28", "13/28")]
-    said = asyncio.run(score(right + more + WRONG[::5] + others))
+    more += [("\\{1,-1\\}", "\\{-1,1\\}"), ("\\boxed{\\{2,1\\}}", "\\{1,2\\}"), ("2, 1", "1, 2"), *SETS]
+    said = asyncio.run(score(right + more + WRONG[::5] + others + NO_SETS))
     assert [one for one in said[: len(right + more)] if one[2] != 1.0] == []
     assert [one for one in said[len(right + more) :] if one[2] != 0.0] == []
 
