@@ -3,11 +3,11 @@ r"""Numbers as people write them. One rule reads right answers and completions.
     -5  +5  .5  1e-05  -$5          U+2212 is a sign, too; no letter, digit or bracket is directly before a sign
     2.5*10^3  10^3  2.5·10⁻⁷        times a power of ten, with any sign of multiplication, in LaTeX too
 1,234  1,234.5  1,00,000        commas group thousands if three digits follow the last comma
-1 000  1'000  1_000  5{,}000    so do spaces, apostrophes and LaTeX's spaces, if each group has three digits
+1 000  1'000  5{,}000  5,\!000  so do spaces, apostrophes and LaTeX's spaces, if each group has three digits
 12,5  0,123  1.234,5            another single comma is a decimal comma
 (12,3)  {1,2}  1,2,3            in brackets, and between several commas, commas separate numbers
 [1,2)                           two numbers in other brackets are another interval
-1/2  1 1/2  \frac{1}{2}         a fraction
+1/2  1 1/2  1½  1\frac{1}{2}    a fraction, also behind a whole number
 3:45                            a time or ratio, which equals no number
 50 %                            equals 50 and 0.5
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,19 +27,21 @@ _FOLDED = str.maketrans(
     dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-") | dict.fromkeys("\u00a0\u2007\u2009\u202f", " ") | {"\u2019": "'"}
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_VULGAR = "¼-¾⅐-⅞"
 _POWER = r"10\s?(?:\^\s?\{?\s?(?P<%s>[-+]?\d+)\s?\}?|(?P<%s>[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+))"
 _NUMBER = re.compile(
     rf"""
-    (?P<sign>(?<![\w)\]}}.%])[-+](?=[\d.]|\\?[$€£¥₹]\d|\\[cdt]?frac|\\?[$€£¥₹]\.\d))?
+    (?P<sign>(?<![\w)\]}}.%])[-+](?=[\d.{_VULGAR}]|\\?[$€£¥₹]\d|\\[cdt]?frac|\\?[$€£¥₹]\.\d))?
     (?:\\?[$€£¥₹](?=[\d.]))?
     (?:
         (?<![\d.,])(?P<clock>\d+(?::\d+)+)
-      | \\[cdt]?frac\s?(?:\{{\s?(?P<top>-?\d+)\s?\}}|(?P<upper>\d))\s?(?:\{{\s?(?P<bottom>\d+)\s?\}}|(?P<lower>\d))
+      | (?:(?<![a-zA-Z\d_.,^])(?P<mixed>\d+)(?:\ |\\[ ,;!])?)?(?:(?P<vulgar>[{_VULGAR}])|\\[cdt]?frac\s?
+            (?:\{{\s?(?P<top>-?\d+)\s?\}}|(?P<upper>\d))\s?(?:\{{\s?(?P<bottom>\d+)\s?\}}|(?P<lower>\d)))
       | (?<![\d.,/])(?:(?P<whole>\d+)\ )?(?P<over>\d+)\ ?/\ ?(?P<under>\d+)(?![\d/]|[.,]\d)
       | (?<![\d.,]){_POWER % ("power", "raised")}
       | (?:
             (?<![\d.,])(?P<grouped>
-                [1-9]\d{{0,2}}(?P<gap>[ '_~]|\\[ ,;!]|\{{,\}})\d{{3}}(?:(?P=gap)\d{{3}})*(?!\d)(?:[.,]\d+)?
+                [1-9]\d{{0,2}}(?P<gap>[ '_~]|,?\\!|\\[ ,;]|\{{,\}})\d{{3}}(?:(?P=gap)\d{{3}})*(?!\d)(?:[.,]\d+)?
             )
           | (?P<run>\d+(?:[.,]\d+)*)
           | (?P<part>\.\d+)
@@ -166,7 +169,9 @@ def plain(text: str) -> str:
         if isinstance(number.value, tuple):
             continue
         is_plain = _PLAIN.fullmatch(as_written) is not None
-        written += text[place : number.start] + (as_written if is_plain else digits_of(number))
+        written += text[place : number.start]
+        written += " " * written[-1:].isdigit()  # before a fraction such as ½
+        written += as_written if is_plain else digits_of(number)
         place = number.end
     written += text[place:]
     return _BEFORE.sub(" ", _BEHIND.sub(" ", written))
@@ -189,10 +194,13 @@ def _read(found: re.Match[str], *, in_brackets: bool, of_point: bool) -> list[Nu
     if found["clock"]:
         return [Number(tuple(int(part) for part in found["clock"].split(":")), is_percent, start, end)]
     top, bottom = (found["top"] or found["upper"] or found["over"], found["bottom"] or found["lower"] or found["under"])
+    if found["vulgar"]:
+        top, bottom = unicodedata.normalize("NFKC", found["vulgar"]).split("\u2044")
     if top is not None:
-        if len(top + bottom + (found["whole"] or "")) > _MOST_DIGITS:
+        whole = found["mixed"] or found["whole"] or "0"
+        if len(top + bottom + whole) > _MOST_DIGITS:
             raise ValueError("more digits than Python writes")
-        value = Fraction(int(found["whole"] or 0)) + Fraction(int(top), int(bottom))
+        value = int(whole) + Fraction(int(top), int(bottom))
         return [Number(-value if is_negative else value, is_percent, start, end)]
     if raised := found["power"] or found["raised"]:
         decimals = [(f"1e{raised.translate(_SUPERSCRIPTS)}", start, end)]
