@@ -69,14 +69,19 @@ def contains(completion: str, answer: str) -> float:
 
     A number in the completion may have another form than the answer: 1,000 for 1000.
     """
-    right = fold(answer).strip()
+    right, text = fold(answer).strip(), fold(completion)
     if not right:
         return 0.0
-    before, after = r"(?<![\d])" if right[:1].isdigit() else "", r"(?!\d|[.,]\d)" if right[-1:].isdigit() else ""
-    numbers = [] if _CODE.match(right) else numbers_alone(right)
+    numbers, given = [] if _CODE.match(right) else numbers_alone(right), read_numbers(text)
     if len(numbers) == 1:
-        return float(any(same(given, numbers[0]) for given in read_numbers(completion)))
-    return float(re.search(f"{before}{re.escape(right)}{after}", fold(completion)) is not None)
+        return float(any(same(one, numbers[0]) for one in given))
+    begins, ends = right[0].isdigit(), right[-1].isdigit()
+    before, after = r"(?<!\d)(?<!\d\.)" if begins else "", r"(?!\d|[.,]\d)" if ends else ""
+    # A currency or plus sign before the digits leaves the number as it is. "scored 3,5 apples" has no "5 apples".
+    insides = [range(one.end - len(text[one.start : one.end].lstrip("+\\$€£¥₹")) + 1, one.end) for one in given]
+    inside = {place for one in insides for place in one}
+    found = re.finditer(f"{before}{re.escape(right)}{after}", text)
+    return float(not all((begins and one.start() in inside) or (ends and one.end() in inside) for one in found))
 
 
 def regex_scorer(pattern: str) -> Scorer:

@@ -89,9 +89,14 @@ def test_scorers_of_texts_take_look_alike_characters_and_whole_numbers() -> None
     assert exact(" \u22125\u00a0m\n", "-5 m") == 1.0 and exact("5.0", "5") == exact("021", "21") == 0.0
     found = [
         ("it is 1,000.", "1000"), ("\u22125!", "-5"), ("A 12", "A\u00a012"), ("agent 007", "007"), ("5, I say", "5"),
+        ("for $5 million", "5 million"), ("3-5 km", "5 km"), ("1. 5 apples", "5 apples"), ("1.5 or 5 km", "5 km"),
+        ("x = 5.", "x = 5"), ("1/2", "/"), ("May 5, 2024", "May 5"), ("v1.2.3", "1.2.3"), ("5 x 10^3 is", "x"),
     ]  # fmt: skip
     assert [pair for pair in found if not contains(*pair)] == []
     missed = [("15", "5"), ("-5", "5"), ("5.5", "5"), ("A 123", "A 12"), ("1007", "007"), ("7", "007"), ("10^5", "5")]
+    missed += [(f"{number} apples", "5 apples") for number in ("1.5", "1,5", "-5", ".5", "\u22125", "1/5", "2 1/5")]
+    missed += [("1,234 km", "234 km"), ("1 234 km", "234 km"), ("0.1.2.3", "1.2.3"), ("at 15:30 h", "30 h")]
+    missed += [("x = 5 000", "x = 5"), ("x = 5e3", "x = 5"), ("x = 5 1/2", "x = 5"), ("x = 5½", "x = 5")]
     assert [pair for pair in missed if contains(*pair)] == []
 
 
