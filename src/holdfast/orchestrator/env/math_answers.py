@@ -35,6 +35,10 @@ _MEMORY_BYTES = 4 << 30
 """For one answer, beyond the memory of the process before it."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _FUNCTIONS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "max", "min"})
+_TERM = r"(?:[a-zA-Z]\s?=\s?)?[-+]?[\d.\\(](?:[^\s,;*$!?]|,(?=\S))*(?<!\.)"
+_OR = r",?\s(?:\\text\s?\{\s?)?(?:or|and)(?:\s?\})?\s"
+_LISTED = re.compile(rf"(?<![^\s*]){_TERM}(?:(?:{_OR}|,\s){_TERM})+")
+"""Solutions such as `x = 1 or x = 2`, and `1, 2, and 3`, which math-verify reads as a set between dollars only."""
 _KEPT_SHARE = 0.25
 """The part that answers may leave in the process, as sympy's caches do, before the next answer gets another process."""
 
@@ -128,14 +132,19 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
 def _compare(completion: str, answer: str) -> dict[str, Any]:
     from math_verify import parse, verify
 
+    is_marked = "$" in completion or "\\boxed" in completion
     numbers = numbers_alone(answer)
+    listed = "" if "$" in answer else plain(answer).strip()
+    if re.search(_OR, listed) and _LISTED.fullmatch(listed):
+        answer = f"${listed}$"
+        completion = completion if is_marked else _LISTED.sub(r"$\g<0>$", plain(completion))
     if len(numbers) > 1 or any(isinstance(one.value, tuple) for one in numbers):
         # Plain lists of numbers and times: math-verify reads parts of them.
         if "\\begin" not in completion and number(completion, answer):
             return {"equal": True}
         if any(isinstance(one.value, tuple) for one in numbers):
             return {"equal": False}
-        if "$" not in completion and "\\boxed" not in completion and len(numbers_alone(completion)) > 1:
+        if not is_marked and len(numbers_alone(completion)) > 1:
             completion = f"${completion}$"
     given = list[Any]()
     if len(numbers) == 1:

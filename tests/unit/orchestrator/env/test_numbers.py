@@ -37,6 +37,13 @@ WRONG = [pair for one, other in itertools.permutations(FORMS, 2) for pair in zip
 WRONG.remove(("(12,345)", "12345"))  # "twelve thousand (12,345)": a completion may write a number in brackets
 SETS = [("{1, 2}", "{1,2}"), ("$\\{1,234\\}$", "\\{1,234\\}"), ("\\left\\{0,1\\right\\}", "$\\{0, 1\\}$")]
 SETS += [("$(1,234)$", "(1,234)"), ("\\boxed{1,2}", "1.2"), ("\\text{1,2}", "1.2"), ("\\boxed{(12,345)}", "(12,345)")]
+OR = [
+    (text, "1 or 2")
+    for text in ("1 or 2", "It is 2 and 1.", "\\boxed{1, 2}", "\\boxed{1 \\text{ or } 2}", "x = 1 or 2")
+]
+OR += [("So x=1, x = 2", "x=1 or x=2"), ("$-3$ and $\\frac12$", "1/2 and -3"), ("$5 or $6", "$5 or $6")]
+OR += [("1,000, 2, or 3", "2, 3 and 1000"), ("(1,2) or 5", "(1,2) or 5"), ("5 cups and 3 jars", "5 cups and 3 jars")]
+NOT_BOTH = [("2", "1 or 2"), ("1", "1 or 2"), ("x=2", "x=1 or x=2"), ("1 or 3", "1 or 2"), ("2 or 3", "\\sqrt{2} or 3")]
 NO_SETS = [("\\boxed{1.2}", "\\{1,2\\}"), ("0.1", "\\{0,1\\}"), ("1234", "\\{1,234\\}"), ("\\{1,2\\}", "1.2")]
 NO_SETS += [("\\{1,2\\}", "\\{1,3\\}"), ("2", "{1,2}")]
 OF_ONE_NUMBER = {form for line in FORMS for form in line if len(numbers_alone(form)) == 1 and ":" not in form}
@@ -63,8 +70,8 @@ def test_math_verify_reads_numbers_by_the_same_rule() -> None:
     others += [("$\\begin{pmatrix}1\\\\2\\end{pmatrix}$", "(1,2)"), ("<think>12</think><answer>12.5</answer>", "12")]
     more = [("$\\frac{1}{2}$", "1/2"), ("12", "12 apples"), ("$x=5$", "5"), ("$(12, 3)$", "(12,3)"), ("0.5", "50 %")]
     more += [("<think>12</think><answer>12.5</answer>", "12.5"), ("计划的比例为13/28", "13/28")]
-    more += [("\\{1,-1\\}", "\\{-1,1\\}"), ("\\boxed{\\{2,1\\}}", "\\{1,2\\}"), ("2, 1", "1, 2"), *SETS]
-    said = asyncio.run(score(right + more + WRONG[::5] + others + NO_SETS))
+    more += [("\\{1,-1\\}", "\\{-1,1\\}"), ("\\boxed{\\{2,1\\}}", "\\{1,2\\}"), ("2, 1", "1, 2"), *SETS, *OR]
+    said = asyncio.run(score(right + more + WRONG[::5] + others + NO_SETS + NOT_BOTH))
     assert [one for one in said[: len(right + more)] if one[2] != 1.0] == []
     assert [one for one in said[len(right + more) :] if one[2] != 0.0] == []
 
