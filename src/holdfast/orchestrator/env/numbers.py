@@ -7,7 +7,7 @@ r"""Numbers as people write them. One rule reads right answers and completions.
 12,5  0,123  1.234,5            another single comma is a decimal comma
 (12,3)  {1,2}  1,2,3            in brackets, and between several commas, commas separate numbers
 [1,2)                           two numbers in other brackets are another interval
-1/2  1 1/2  1½  1\frac{1}{2}    a fraction, also behind a whole number
+1/2  1 1/2  1½  1\frac{1}{2}    a fraction, also after a whole number
 3:45                            a time or ratio, which equals no number
 50 %                            equals 50 and 0.5
 """
