@@ -172,12 +172,15 @@ def test_the_environments_of_their_page_do_what_it_says(documented: Checkout) ->
     from warmer import Warmer  # type: ignore[import-not-found]
 
     words = ["yes", "no"]
-    for environment, expected in ((Shout(words), [1.0, 0.0]), (Shortest(words), [1, 0.5])):
+    for environment in (Shout(words), Shortest(words)):
         task, session = play(environment, 1, ["x"])
         _, right = play(environment, 1, [task.answer])
         _, long = play(environment, 1, ["nonsense"])
         assert session.completion == "x"
-        assert scores_of(environment, task, right, long) == expected, environment
+        assert scores_of(environment, task, right, long) == [1.0, 0.0], environment
+    _, longer = play(Shortest(words), 1, [task.answer * 2])
+    assert scores_of(Shortest(words), task, longer, right, long) == [0.5, 1.0, 0.0]
+    assert scores_of(Shortest(words), task, long) == [0.0]
     secret = Guessing().make_task(TaskSeed(0, "documented", 3))
     low, high = str(secret.number - 1), str(secret.number + 1)
     task, session = play(Guessing(), 3, [low, high, secret.answer])
