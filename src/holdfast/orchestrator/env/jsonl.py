@@ -75,7 +75,7 @@ def contains(completion: str, answer: str) -> float:
     numbers, given = [] if _CODE.match(right) else numbers_alone(right), read_numbers(text)
     if len(numbers) == 1:
         return float(any(same(one, numbers[0]) for one in given))
-    begins, ends = right[0].isdigit(), right[-1].isdigit()
+    begins, ends = right.removeprefix(".")[:1].isdigit(), right[-1].isdigit()
     before, after = r"(?<!\d)(?<!\d\.)" if begins else "", r"(?!\d|[.,]\d)" if ends else ""
     # A currency or plus sign before the digits leaves the number as it is. "scored 3,5 apples" has no "5 apples".
     insides = [range(one.end - len(text[one.start : one.end].lstrip("+\\$€£¥₹")) + 1, one.end) for one in given]

@@ -144,7 +144,7 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
             return {"equal": True}
         if any(isinstance(one.value, tuple) for one in numbers):
             return {"equal": False}
-        if not is_marked and len(numbers_alone(completion)) > 1:
+        if not is_marked and not set("([") & set(completion + answer) and len(numbers_alone(completion)) > 1:
             completion = f"${completion}$"
     given = list[Any]()
     if len(numbers) == 1:

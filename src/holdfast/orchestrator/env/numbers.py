@@ -35,7 +35,8 @@ _NUMBER = re.compile(
     (?:\\?[$€£¥₹](?=[\d.]))?
     (?:
         (?<![\d.,])(?P<clock>\d+(?::\d+)+)
-      | (?:(?<![a-zA-Z\d_.,^])(?P<mixed>\d+)(?:\ |\\[ ,;!])?)?(?:(?P<vulgar>[{_VULGAR}])|\\[cdt]?frac\s?
+      | (?:(?<![a-zA-Z\d_.,^])(?P<mixed>\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\ |\\[ ,;!])?)?
+        (?:(?P<vulgar>[{_VULGAR}])|\\[cdt]?frac\s?
             (?:\{{\s?(?P<top>-?\d+)\s?\}}|(?P<upper>\d))\s?(?:\{{\s?(?P<bottom>\d+)\s?\}}|(?P<lower>\d)))
       | (?<![\d.,/])(?:(?P<whole>\d+)\ )?(?P<over>\d+)\ ?/\ ?(?P<under>\d+)(?![\d/]|[.,]\d)
       | (?<![\d.,]){_POWER % ("power", "raised")}
@@ -197,7 +198,7 @@ def _read(found: re.Match[str], *, in_brackets: bool, of_point: bool) -> list[Nu
     if found["vulgar"]:
         top, bottom = unicodedata.normalize("NFKC", found["vulgar"]).split("\u2044")
     if top is not None:
-        whole = found["mixed"] or found["whole"] or "0"
+        whole = (found["mixed"] or "").replace(",", "") or found["whole"] or "0"
         if len(top + bottom + whole) > _MOST_DIGITS:
             raise ValueError("more digits than Python writes")
         value = int(whole) + Fraction(int(top), int(bottom))
