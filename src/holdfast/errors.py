@@ -86,7 +86,7 @@ def printable(text: object, *, most: int = MOST_CHARACTERS) -> str:
 
 _SECRETS = {
     "key", "keys", "apikey", "token", "secret", "secrets", "cookie", "password", "passwd", "credential", "credentials",
-    "authorization", "signature", "sig",
+    "authorization", "auth", "pwd", "signature", "sig",
 }  # fmt: skip
 # User and password of a URL, and the values of its query.
 _CREDENTIALS = re.compile(r"//[^/\s\"']*@")

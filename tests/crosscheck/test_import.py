@@ -235,6 +235,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "adafactor": (with_state(as_adafactor), {}, ["keeps RMS, step", "it is another optimizer"]),
     "radam": (with_state(lambda saved: [one.pop("amsgrad") for one in saved["param_groups"]]), {}, ["torch's AdamW"]),
     "NaN": (with_state(lambda saved: saved["state"][3]["exp_avg"].fill_(math.nan)), {}, ["has NaN"]),
+    "squares": (with_state(lambda saved: saved["state"][3]["exp_avg_sq"].fill_(-1)), {}, ["damaged", "exp_avg_sq of"]),
+    "steps": (with_state(lambda saved: saved["state"][3]["step"].fill_(21)), {}, ["is damaged", "from 0 to 20"]),
     "shapes": (with_state(lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3))), {}, ["is (3,) there"]),
     "rate": (None, {"optim.lr": 2e-3}, ["learning rate of step 21", "its peak of optim.lr is 0.001"]),
     "schedule": (None, {"optim.schedule": "cosine"}, ["the learning rate of step"]),
@@ -243,6 +245,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "decay": (None, {"optim.weight-decay": 0}, ["--optim.weight-decay 0.1"]),
     "muon": (None, {"optim.type": "muon"}, ["only states of AdamW"]),
 }  # fmt: skip
+
+
+def test_a_run_that_has_ended_is_taken_further(sft: Foreign, tmp_path: Path) -> None:
+    last = sft.directory.with_name(f"checkpoint-{LAST}")
+    log = sft.bring(tmp_path / "run", {"max-steps": 60, "optim.schedule-steps": LAST}, source=last).succeed().log
+    assert "not taken: the learning rate of step 41: 0 there, after the schedule, 2.77778e-05 here" in log, log
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -310,9 +310,13 @@ def test_openai_routes_serve_each_field_with_the_log_probabilities_of_the_model(
             fields = next(fields for fields, _ in _FIELDS if name in fields) | {"temperature": 0.5}
             refused = server.http.post("/v1/completions", json=body | fields)
             assert refused.status_code == 400 and "Leave temperature out, or leave logprobs out" in refused.text
-        longest = {"max_tokens": MAX_LEN - len(PROMPT), "temperature": 0.5, "ignore_eos": True}
+        most = MAX_LEN - len(PROMPT)
+        longest = {"max_tokens": most, "min_tokens": most, "temperature": 0.5, "ignore_eos": True}
         ids = server.http.post("/v1/completions", json=body | longest).json()["choices"][0]["token_ids"]
-        assert len(ids) == longest["max_tokens"] - 1
+        assert len(ids) == most - 1
+        full = body | {"prompt": [PROMPT[0]] * (MAX_LEN - 1), "max_tokens": 1, "temperature": 0.5}
+        refused = server.http.post("/v1/completions", json=full)
+        assert refused.status_code == 400 and f"has {MAX_LEN - 1} of {MAX_LEN} tokens" in refused.text, refused.text
 
 
 def _streamed(events: str) -> list[dict[str, Any]]:

@@ -200,7 +200,7 @@ def parse_json(text: str, where: str) -> Any:
 def _refuse_infinite(value: object, where: str) -> None:
     try:
         json.dumps(value, allow_nan=False, default=str)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         raise DataError(
             f"{where}: NaN, Infinity and what is nested very deeply are not JSON, got {_shown(value)}"
         ) from None

@@ -18,7 +18,7 @@ from holdfast.arguments import Parser, positive
 from holdfast.chat.messages import Message
 from holdfast.errors import ConfigError, DataError
 from holdfast.process.child import heavy_imports
-from holdfast.run.choose_run import command_line, no_run, only_run
+from holdfast.run.choose_run import HOME, command_line, no_run, only_run
 from holdfast.run.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def weights_of(place: str | Path) -> str:
     """Return the directory of the weights that a place stands for, or the name of a model on a hub. Raise ConfigError
     if a run has no weights yet, or a directory holds neither."""
     path = Path(place)
-    if not path.exists() and (str(place)[:1] in tuple("./~") or (path.parent.name and path.parent.is_dir())):
+    if not path.exists() and (str(place)[:1] in tuple("./~") or path.parts[0] == HOME.name or len(path.parts) > 2):
         raise no_run(path)
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file() or not path.exists():
         return str(place)

@@ -338,7 +338,7 @@ _LORA_RATE = 10
 _WARMUP_SHARE = _DECAY_SHARE = 10
 _ENDLESS = ("constant", "inverse_sqrt")
 _TIMESCALE = 10_000
-"""Of `inverse_sqrt` without warm-up, as in transformers."""
+"""The scale of `inverse_sqrt` without warm-up, as in transformers."""
 RATES = marked(OptimConfig, Mark.RATE)
 
 

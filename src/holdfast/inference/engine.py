@@ -209,9 +209,9 @@ async def _with_logprobs_of_model(
 ) -> AsyncGenerator[RequestOutput]:
     """Generate without log-probabilities, then read the answer as a prompt, whose log-probabilities are the model's.
 
-    A stream gets the whole answer at its end. An answer without `max_tokens` is a token shorter than the model allows.
-    Raise VLLMValidationError if a grammar masks tokens, or the log-probabilities are asked for by token;
-    EngineGenerateError if other weights came meanwhile, whose log-probabilities would be others."""
+    A stream gets the whole answer at its end. An answer that would fill the model's length is a token shorter. Raise
+    VLLMValidationError if a grammar masks tokens, the log-probabilities are asked for by token, or the prompt leaves no
+    room; EngineGenerateError if other weights came meanwhile, whose log-probabilities would be others."""
     for name in ("structured_outputs", "logprob_token_ids"):
         if getattr(params, name):
             raise VLLMValidationError(
@@ -223,7 +223,15 @@ async def _with_logprobs_of_model(
     asked.logprobs, asked.output_kind = None, RequestOutputKind.FINAL_ONLY
     # Reading needs room for a token after the answer.
     room = engine.model_config.max_model_len - len(prompt["prompt_token_ids"]) - 1
-    asked.max_tokens = max(1, min(asked.max_tokens or room, room))
+    if room < 1:
+        raise VLLMValidationError(
+            f"logprobs with {changed[0]} = {shown(getattr(params, changed[0]))} need room for two tokens, and the "
+            f"prompt has {len(prompt['prompt_token_ids'])} of {engine.model_config.max_model_len} "
+            f"tokens. Leave {' and '.join(changed)} or logprobs out, or shorten the prompt.",
+            parameter="logprobs",
+        )
+    asked.max_tokens = min(asked.max_tokens or room, room)
+    asked.min_tokens = min(asked.min_tokens, asked.max_tokens)  # else the engine's process refuses, and serves no more
     read = SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=params.logprobs, output_kind=RequestOutputKind.FINAL_ONLY
     )

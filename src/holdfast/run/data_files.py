@@ -11,6 +11,7 @@ import glob
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,10 @@ def _all_files(path: Path, what: str) -> list[DataFile]:
     found: list[DataFile] = []
     entered: set[str] = set()
     for folder, directories, names in os.walk(path, followlinks=True):
-        real = os.path.realpath(folder)
-        directories[:] = [one for one in directories if not one.startswith((".", "__")) and real not in entered]
+        if (real := os.path.realpath(folder)) in entered:  # by a link
+            directories.clear()
+            continue
+        directories[:] = sorted(one for one in directories if not one.startswith((".", "__")))
         entered.add(real)
         files = [Path(folder) / one for one in names]
         found += [DataFile(one, one.relative_to(path).as_posix()) for one in files if not _cannot_hold_rows(one)]
@@ -292,8 +295,9 @@ def _files_of_card(path: Path, chosen: Mapping[str, Any], what: str, split: str 
                 f"{what}: README.md names the files {pattern!r}, which are not below its directory. Choose files with "
                 "a glob, such as 'rows/*.jsonl'."
             )
-        names = sorted(glob.glob(str(whole), root_dir=path, recursive=True))  # noqa: PTH207 - it leaves out hidden files
-        matches = [path / one for one in names if (path / one).is_file() and not _cannot_hold_rows(path / one)]
+        found_there = sorted(path.glob(f"{whole}/*" if whole.name == "**" else str(whole)))  # follows no links in `**`
+        places = [(one, one.relative_to(path)) for one in found_there if one.is_file() and not _cannot_hold_rows(one)]
+        matches = [one for one, place in places if "/." in f"/{whole}" or "/." not in f"/{place}"]
         if not matches:
             raise DataError(f"{what} lacks {pattern}, which its README.md names. Download it again.")
         found |= {one: DataFile(one, one.relative_to(path).as_posix()) for one in matches}
@@ -313,7 +317,10 @@ def _patterns(data_files: object) -> Iterator[tuple[str, str]]:
 
 def _wrong_with(path: Path, *, is_only: bool) -> str | None:
     """Return why a file cannot hold rows, by its first and last bytes; None if it may."""
-    suffix, size = path.suffix.lower(), path.stat().st_size
+    suffix, status = path.suffix.lower(), path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a regular file, but a pipe or a device: move it away."
+    size = status.st_size
     with path.open("rb") as file:
         beginning = file.read(len(_LFS))
         file.seek(max(0, size - 4))

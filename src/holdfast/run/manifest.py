@@ -21,7 +21,7 @@ import xxhash
 
 from holdfast.errors import CheckpointError, DataError, ReadError
 from holdfast.run import atomic
-from holdfast.run.data_files import find_files, format_of
+from holdfast.run.data_files import find_files
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -143,12 +143,12 @@ def content_digest(path: Path) -> str:
 
 def files_named_in(args: Mapping[str, Any], prefix: str = "args.") -> Iterator[tuple[str, Path]]:
     """Yield where in `args` a file of this machine is named, at any depth, and the file; or each file of rows of a
-    directory or glob."""
+    directory or glob with the key `path`."""
     for key, value in args.items():
         # Not by pathlib, which raises for a text that is too long for a name.
         if isinstance(value, str) and os.path.isfile(value):  # noqa: PTH113
             yield prefix + key, Path(value)
-        elif isinstance(value, str) and (os.path.isdir(value) or ("*" in value and format_of(Path(value)))):  # noqa: PTH112
+        elif isinstance(value, str) and key == "path":
             with contextlib.suppress(DataError, ReadError):  # who loads the rows refuses them
                 for file in find_files(value, key=key) or ():
                     yield f"{prefix}{key}{ONE_OF}{file.label}", file.path

@@ -458,7 +458,7 @@ def _plain_value(type_: pa.DataType, what: str) -> Callable[[Any], Any] | None:
         return str
     if types.is_float32(type_) or types.is_float16(type_):  # 0.1, not the next number of 64 bits
         kind = type_.to_pandas_dtype()
-        return lambda value: float(str(kind(value)))
+        return lambda value: value if float(value).is_integer() else float(str(kind(value)))
     if types.is_null(type_) or types.is_boolean(type_) or types.is_integer(type_) or types.is_float64(type_):
         return None
     if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_):

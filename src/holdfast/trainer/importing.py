@@ -267,6 +267,15 @@ def _fill_moments(
         raise CheckpointError(
             f"{foreign.directory} has NaN or infinite numbers in {some(broken)}: give an earlier step"
         )
+    parts = {name: local_part(one)[0] for name, one in filled.items()}
+    torn = [name for name, one in parts.items() if name.startswith("exp_avg_sq ") and bool((one < 0).any())]
+    steps = {name: one for name, one in parts.items() if name.startswith("step ") and one.numel()}
+    torn += [name for name, one in steps.items() if not 0 <= one.max().item() <= foreign.step]
+    if torn:
+        raise CheckpointError(
+            f"{foreign.directory} is damaged: negative squares, or steps that are not from 0 to {foreign.step}, "
+            f"in {some(torn)}. Give another checkpoint; --ckpt.init-from takes the weights alone."
+        )
     return len(masters) == len(weights)
 
 
@@ -308,7 +317,9 @@ def _compare(
         )
     rates = {number: learning_rate(number, optim, config.max_steps) for number in range(max(step, 1), step + 2)}
     if foreign.rate is not None and not math.isclose(foreign.rate, rates[step + 1], rel_tol=_SAME):
-        if step <= optim.warmup_steps and math.isclose(foreign.rate, rates[step], rel_tol=_SAME):
+        if foreign.rate == 0 and step == schedule_end(optim, config.max_steps):
+            left.append(f"the learning rate of step {step + 1}: 0 there, after the schedule, {rates[step + 1]:g} here")
+        elif step <= optim.warmup_steps and math.isclose(foreign.rate, rates[step], rel_tol=_SAME):
             left.append(f"warm-up: {foreign.rate:g} at step {step + 1} there, {rates[step + 1]:g} here, a step ahead")
         else:
             wrong["rate"] = f"the learning rate of step {step + 1} is {foreign.rate:g} there, {rates[step + 1]:g} here"

@@ -147,6 +147,7 @@ def test_files_are_those_that_a_card_names(entry: str, found: list[str] | str, t
     (tmp_path / "deep").mkdir()
     for name in ("b.csv", "deep/a.csv", "deep/.hidden.csv"):
         (tmp_path / name).write_text("text\nx\n")
+    (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "README.md").write_text(f"---\nlicence: mit\nconfigs:\n- config_name: a\n{entry}\n---\n`data_files:`\n")
     if isinstance(found, str):
         assert found in refusal(lambda: find_files(str(tmp_path), key="data.name"))

@@ -72,8 +72,8 @@ class LineChannel:
         try:
             return answer.result(CALL_TIMEOUT_S)
         except TimeoutError:
-            if answer.done():  # the agent's own
-                raise
+            if answer.done():  # the agent's own error, or just come
+                return answer.result()
             raise self.lose() from None
 
     def post(self, method: str, *arguments: Any) -> Future[Any]:
@@ -135,7 +135,7 @@ class LineChannel:
         self._has_written()
 
     def _read(self, reader: IO[str]) -> None:
-        with suppress(OSError, ValueError, LookupError, TypeError), reader:  # not from an agent
+        with suppress(OSError, ValueError, RecursionError), reader:
             for line in reader:
                 self._heard_s = awake_s()
                 if line != "\n":
@@ -143,6 +143,9 @@ class LineChannel:
         self._lose(self._why_ended())
 
     def _take(self, message: dict[str, Any]) -> None:
+        kinds = ({"ended", "pid"}, {"signal"}, {"error"}, {"result"})
+        if not isinstance(message, dict) or not any(kind <= message.keys() for kind in kinds):
+            raise ValueError("not a message of an agent")
         if "ended" in message:
             self._ends[message["pid"]] = message["ended"]
             return

@@ -202,7 +202,7 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
     asked += [(_OF_EVALUATIONS, section) for section in (evaluations.environments if evaluations else None) or ()]
     for asked_by, section in asked:
         of_section = files_of_environment(section)
-        shown = {key if " = " in key else f"{key} = {path}": path for key, path in of_section.items()}
+        shown = {key if " = " in key or ONE_OF in key else f"{key} = {path}": path for key, path in of_section.items()}
         files |= {f"{asked_by}environment '{section.label}', {key}": path for key, path in shown.items()}
     for name, path in files.items():
         try:
@@ -214,7 +214,7 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
 
 def changed_inputs(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
     """Return a line `name: old -> new` for each input that both have and that has changed, and for each file that has
-    come to a tokenizer or a directory or is gone from it."""
+    come to a tokenizer or a directory of tasks or is gone from it."""
     known = {_owner(name) for name in now} & {_owner(name) for name in before}
     both = [name for name in dict.fromkeys((*now, *before)) if _owner(name) in known]
     pairs = [(name, before.get(name, "not there"), now.get(name, "not there")) for name in both]

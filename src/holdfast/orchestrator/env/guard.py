@@ -56,8 +56,7 @@ def prompt_ids_of(
     """Return the token ids of a task's prompt; `tools` are the schemas that the policy sees.
 
     Raises PromptTooLong if no sampled token fits after it within `seq_len`; EnvironmentFailure if `task` is not a
-    `Task`, its prompt or answer has a wrong type, or the template refuses it.
-    """
+    `Task`, its prompt or answer has a wrong type, or the template refuses it."""
     if not isinstance(task, Task):
         raise EnvironmentFailure(f"{what}: make_task() must return a Task, got {_shown(task)}")
     if not isinstance(task.answer, str):
@@ -217,8 +216,7 @@ class Call:
     """One running call of a method of an environment.
 
     `what` begins the messages of its failures, `name` other messages. `deadline` ends it after `timeout_s`, without the
-    engine's time.
-    """
+    engine's time."""
 
     what: str
     _: KW_ONLY
@@ -273,8 +271,7 @@ def pausing_clock() -> Iterator[None]:
 async def calling(what: str, *, name: str, method: str, timeout_s: float | None) -> AsyncIterator[None]:
     """Turn errors of an environment and missed deadlines into EnvironmentFailure (`CallTimeout`) with their place.
 
-    Raises ProcessKilled as it is.
-    """
+    Raises ProcessKilled as it is."""
     deadline = asyncio.timeout(timeout_s)
     call = Call(what, name=name, method=method, timeout_s=timeout_s, deadline=deadline)
     token = _CURRENT.set(call)

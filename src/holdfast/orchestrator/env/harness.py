@@ -98,8 +98,7 @@ class ChatRequest:
     """One request: contents as text, tools as JSON schemas, most tokens of the turn (None: the run's).
 
     `stream` and `include_usage` say how the answer is sent. The answer is the same, so they do not make two requests
-    differ.
-    """
+    differ."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -213,8 +212,7 @@ def _parsed(arguments: Any) -> Any:
 def reply_of(session: Session, *, tools: Sequence[Any] | None, parse: Parser | None) -> dict[str, Any]:
     """Return the last turn of `session` as the assistant's message, with the calls that `parse` finds in it.
 
-    A call that cannot be read leaves the whole turn text, since OpenAI's protocol cannot express it.
-    """
+    A call that cannot be read leaves the whole turn text, since OpenAI's protocol cannot express it."""
     calls = parse(session.raw_completion) if parse else []
     if parse is None or not calls or any(call.error for call in calls):
         return {"role": "assistant", "content": session.completion}
@@ -406,8 +404,7 @@ class HarnessEnvironment(Environment):
         """Serve the requests of one rollout until `play` returns.
 
         Raises PromptTooLong if the first request leaves no room for an answer; RuntimeError if no request was answered,
-        or one is still being answered.
-        """
+        or one is still being answered."""
         server = await chat_server()
         rollout = _Rollout(session, tool_parser=self.tool_parser)
         try:
@@ -477,8 +474,7 @@ class _Rollout:
     async def answer(self, body: bytes, *, is_retry: bool) -> dict[str, Any] | list[dict[str, Any]]:
         """Return the answer to a request, the same one to a retry; as chunks, if the request asks for a stream.
 
-        Raises Refused; HoldfastError if sampling failed.
-        """
+        Raises Refused; HoldfastError if sampling failed."""
         try:
             request = read_request(body, model=MODEL)
             answer = await self._whole_answer(request, body, is_retry=is_retry)

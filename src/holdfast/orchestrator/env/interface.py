@@ -262,8 +262,7 @@ class Session:
         """Let the policy continue by at most `max_tokens` (default: `sampling.max_tokens`); return the sampled text.
 
         Raises SessionFull if no token fits, RuntimeError if this session is being sampled already,
-        TypeError or ValueError if `max_tokens` is not an integer from 1.
-        """
+        TypeError or ValueError if `max_tokens` is not an integer from 1."""
         self._require_idle("sample()")
         wanted = self._max_tokens if max_tokens is None else operator.index(max_tokens)
         if wanted < 1:
@@ -297,8 +296,7 @@ class Session:
         """Run the tools that the last turn called, in order, and append their answers.
 
         Return whether there is another turn to sample: not without calls, or after `max_turns`. Raises SessionFull if
-        the answers leave no room; RuntimeError without a sampled turn or without `tools`.
-        """
+        the answers leave no room; RuntimeError without a sampled turn or without `tools`."""
         self._require_idle("answer_tool_calls()")
         if self._tool_use is None or self._is_turn_open:
             why = "nothing was sampled" if self._tool_use else "the environment has no `tools`"
@@ -332,8 +330,7 @@ class Session:
 
         Raises SessionFull if no sampled token fits after them, or there would be too many branches. Raises
         HistoryRewritten if the template would rewrite a session that began with text. Raises RuntimeError if nothing
-        was sampled since the last messages, or the session is being sampled.
-        """
+        was sampled since the last messages, or the session is being sampled."""
         self._require_idle("append_messages()")
         if self._is_turn_open:
             raise RuntimeError(
@@ -483,8 +480,7 @@ class Environment:
     async def run(self, session: Session, task: Task) -> None:
         """Play one session of `task`, which has its prompt already.
 
-        By default: one sampled turn, or with `tools` at most `max_turns`, as long as the policy calls tools.
-        """
+        By default: one sampled turn, or with `tools` at most `max_turns`, as long as the policy calls tools."""
         await session.sample()
         while session.has_tools and await session.answer_tool_calls():
             await session.sample()

@@ -32,8 +32,7 @@ def lcs_length(first: str, second: str) -> int:
     """Return the length of the longest common subsequence.
 
     Bit-parallel, one row of the dynamic program per big-integer operation (Hyyrö 2004, "Bit-parallel LCS-length
-    computation revisited", eq. 4): bit i of `row` is 0 if position i of `first` adds one to the length.
-    """
+    computation revisited", eq. 4): bit i of `row` is 0 if position i of `first` adds one to the length."""
     if not first or not second:
         return 0
     positions: dict[str, int] = {}
@@ -67,8 +66,7 @@ def exact_number(completion: str, answer: str) -> float:
 def contains(completion: str, answer: str) -> float:
     """Return whether the answer occurs in the completion, but not as a part of a longer number.
 
-    A number in the completion may have another form than the answer: 1,000 for 1000.
-    """
+    A number in the completion may have another form than the answer: 1,000 for 1000."""
     right, text = fold(answer).strip(), fold(completion)
     if not right:
         return 0.0
@@ -273,11 +271,11 @@ def _read_task(row: Row, prompt: str, answer: str, fields: Sequence[str] | None,
             )
     right = _answers(values[answer], answer, where) if answer in needed else ("",)
     asked = values[prompt]
-    if row.get("system") and "system" not in needed:
+    if (system := row.get("system")) and asked and "system" not in needed:
+        if not isinstance(system, str):
+            raise DataError(f"{where}: the column `system` must be text, got {shown(system)}")
         try:
-            asked = with_system(
-                row["system"], [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            )
+            asked = with_system(system, [{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
     messages = _messages(asked, f"{where}: '{prompt}'")

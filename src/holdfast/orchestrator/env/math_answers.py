@@ -46,8 +46,7 @@ _KEPT_SHARE = 0.25
 class MathAnswers:
     """A scorer: 1 if an answer has the value of the right one, in LaTeX or plain; one answer after the other.
 
-    An answer may cost `cpu_s`. A process that gives no answer within `wait_s` counts as killed.
-    """
+    An answer may cost `cpu_s`. A process that gives no answer within `wait_s` counts as killed."""
 
     def __init__(self, *, cpu_s: float = _CPU_S, wait_s: float = _WAIT_S) -> None:
         """Start nothing yet. Raises ConfigError if math-verify is not installed."""
@@ -60,8 +59,7 @@ class MathAnswers:
     async def __call__(self, completion: str, answer: str) -> float:
         """Return 1 for the same value, 0 for another one, or if the comparison takes too long or too much memory.
 
-        Raises EnvironmentFailure if the right answer is not mathematics, ProcessKilled if the process was killed.
-        """
+        Raises EnvironmentFailure if the right answer is not mathematics, ProcessKilled if the process was killed."""
         if self._loop is not asyncio.get_running_loop() or self._turn is None:
             self._loop, self._turn = asyncio.get_running_loop(), asyncio.Lock()
         async with self._turn:

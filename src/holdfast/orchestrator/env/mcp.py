@@ -32,8 +32,7 @@ _CLOSED = -32000
 class McpServer:
     """One server of the settings, and its connections by session.
 
-    Raises ConfigError if the library, the command or a key is missing, or the server did not list its tools.
-    """
+    Raises ConfigError if the library, the command or a key is missing, or the server did not list its tools."""
 
     def __init__(self, name: str, config: McpServerConfig) -> None:
         import_extra("mcp", extra="mcp", needed_by=f"mcp_servers.{name}")
@@ -52,8 +51,7 @@ class McpServer:
     async def connect(self, session: Session) -> None:
         """Begin a connection of `session`, unless there is one.
 
-        Raises ToolFailed if it does not answer (the next call tries again), ProcessKilled.
-        """
+        Raises ToolFailed if it does not answer (the next call tries again), ProcessKilled."""
         if session not in self._connections:
             connection = self._connections[session] = _Connection(self._config)
             session.at_end(connection.close)
@@ -69,8 +67,7 @@ class McpServer:
         """Return a tool's answer, as text; `session` is connected.
 
         Raises ToolFailed if the answer is an error or not text, or the server has ended by itself (the next call starts
-        another one); ProcessKilled if the server was killed from outside.
-        """
+        another one); ProcessKilled if the server was killed from outside."""
         from mcp import MCPError
 
         connection = self._connections[session]
@@ -166,8 +163,7 @@ class McpTool:
 class _Connection:
     """One session with a server, entered and left in one task, as the library requires.
 
-    `is_forgotten`: a server at a URL has lost the session, as after its restart.
-    """
+    `is_forgotten`: a server at a URL has lost the session, as after its restart."""
 
     def __init__(self, config: McpServerConfig) -> None:
         self._config = config

@@ -140,8 +140,7 @@ def number(completion: str, answer: str) -> float:
     """Return whether the last number in the completion equals the last in the answer.
 
     If the answer is a list of numbers and nothing else, as many last numbers of the completion are compared. If
-    both have brackets around two numbers, the brackets are compared, too. Two numbers without brackets are a point.
-    """
+    both have brackets around two numbers, the brackets are compared, too. Two numbers without brackets are a point."""
     right = numbers_alone(answer) or read_numbers(answer)[-1:]
     wanted, brackets = (_brackets(text) if len(right) == 2 else "" for text in (answer, completion))
     if wanted not in ("", brackets) and (brackets or wanted in ("(]", "[)")):
@@ -161,8 +160,7 @@ def _brackets(text: str) -> str:
 def plain(text: str) -> str:
     """Return `text` with the numbers as digits, a point and a slash: 1,234.5 as 1234.5, and 1 1/2 as 3/2.
 
-    Tags and letters of scripts without blanks are apart from numbers, since math-verify finds none beside them.
-    """
+    Tags and letters of scripts without blanks are apart from numbers, since math-verify finds none beside them."""
     text = fold(text)
     written, place = "", 0
     for number in read_numbers(text):

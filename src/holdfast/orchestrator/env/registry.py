@@ -34,8 +34,7 @@ def is_built_in(name: str) -> bool:
 def load_environment(config: EnvironmentConfig, *, key: str) -> Environment:
     """Return the environment that `config` describes; `key` is its dotted key, for messages.
 
-    Raises ConfigError if it does not exist, or its arguments do not fit; EnvironmentFailure if its code raised.
-    """
+    Raises ConfigError if it does not exist, or its arguments do not fit; EnvironmentFailure if its code raised."""
     cls, args = find_environment(config, key=key)
     try:
         environment = cls(**args)

@@ -105,8 +105,7 @@ class ToolUse:
 def tool_use_of(environment: Environment, settings: EnvironmentConfig, tokenizer: Tokenizer) -> ToolUse | None:
     """Return how sessions of `environment` use its tools; None without tools. Cached in the object.
 
-    Raises ConfigError if one is not a tool, or the chat template does not write tools or their results.
-    """
+    Raises ConfigError if one is not a tool, or the chat template does not write tools or their results."""
     kept = environment.__dict__.get("_tool_use")
     if kept is not None and kept[0] is tokenizer and kept[1] is settings:
         return kept[2]
@@ -121,8 +120,7 @@ def check_tools(
 ) -> None:
     """Refuse, before anything is started, tools that a model in a local directory cannot call.
 
-    `environments` are the environments of `sections` that can be made here, by label.
-    """
+    `environments` are the environments of `sections` that can be made here, by label."""
     with_tools = [
         one for one in sections if one.label in environments and (environments[one.label].tools or one.mcp_servers)
     ]

@@ -63,8 +63,7 @@ class Tool:
         """Read the signature of a function or bound method; a parameter of `session_class` gets the session.
 
         Raises ConfigError without a docstring, or for a parameter without annotation or of a kind that JSON does not
-        have.
-        """
+        have."""
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function = function
         doc = inspect.getdoc(function)
@@ -113,8 +112,7 @@ class Tool:
     def call(self, arguments: Any, session: object) -> Any:
         """Call the function with decoded JSON; return its result, which is awaitable if it is `async`.
 
-        Raises ToolFailed that says which arguments do not fit, and what is allowed.
-        """
+        Raises ToolFailed that says which arguments do not fit, and what is allowed."""
         try:
             # As JSON and strict: "3" is not a number, and a tuple may still be written as a list.
             checked = self._arguments.model_validate_json(json.dumps(arguments), strict=True)
@@ -132,8 +130,7 @@ class Tool:
 def tools_of(functions: Sequence[Callable[..., Any]], *, owner: object, session_class: type) -> dict[str, Tool]:
     """Return the tools of an environment by name. A function with a first parameter `self` becomes a method of `owner`.
 
-    Raises ConfigError if one is not a tool, or two have one name.
-    """
+    Raises ConfigError if one is not a tool, or two have one name."""
     if isinstance(functions, str | Mapping) or not isinstance(functions, Sequence):
         raise ConfigError(f"`tools` must be a list of functions, got {functions!r:.120}")
     tools: dict[str, Tool] = {}
@@ -327,8 +324,7 @@ PARSERS: dict[str, Parser] = {
 def find_parser(name: str, *, template: str, model: str) -> Parser:
     """Return the parser `name`; `auto`: the parser for the chat template of tokenizer `model`.
 
-    Raises ConfigError if `auto` finds none.
-    """
+    Raises ConfigError if `auto` finds none."""
     if name != "auto":
         return PARSERS[name]
     if (found := tool_format_of(template)) is not None:

@@ -49,7 +49,6 @@ from holdfast.run.checkpoints import (
 from holdfast.run.manifest import Verification
 from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, Storage, read_values
 from holdfast.trainer.checkpoint.dcp import IndexReader, check_same_tensors, read_tensors, some
-from holdfast.trainer.checkpoint.plain_values import order_of
 from holdfast.trainer.checkpoint.state import (
     ObjectsState,
     RandomState,
@@ -113,7 +112,8 @@ def _copy(buffer: Tensor, local: Tensor) -> None:
         buffer.copy_(local, non_blocking=local.is_cuda)
     else:
         # As bytes: numpy has no bfloat16.
-        np.copyto(buffer.view(torch.uint8).numpy(), local.view(torch.uint8).numpy())
+        into, of = (one.reshape(-1).view(torch.uint8).numpy() for one in (buffer, local))
+        np.copyto(into, of)
 
 
 def _like(tensor: Tensor, shard: Tensor) -> Tensor:
@@ -421,7 +421,7 @@ def _check_comes_back(path: Path, state: State, fresh: Mapping[str, Any]) -> Non
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
     one, other = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (first, second))
-    if one.shape != other.shape or one.dtype != other.dtype or order_of(one) != order_of(other):
+    if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 

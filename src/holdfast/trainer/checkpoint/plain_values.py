@@ -97,7 +97,7 @@ def _encode_tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> An
             "as a buffer"
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    check_tensor(where, tensor)
+    check_tensor(where, tensor if not _shows_twice(tensor) else (tensor := tensor.contiguous()))
     if (order := order_of(tensor)) is not None:
         return {"$permuted": [order, _encode_tensor(tensor.permute(order), where, tensors)]}
     while where in tensors:
@@ -115,7 +115,9 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     reason = ""
     if tensor.layout is not torch.strided:
         reason = "a sparse tensor"
-    elif any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    elif tensor.is_nested:
+        reason = "a nested tensor"
+    elif _shows_twice(tensor):
         reason = "a view that shows some numbers several times (expand): clone() it"
     elif tensor.is_conj() or tensor.is_neg():
         reason = "a view that only notes its sign or conjugation: resolve_conj() and resolve_neg() make a tensor of it"
@@ -129,12 +131,21 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"'{name}' is {reason}: a checkpoint cannot hold it")
 
 
+def _shows_twice(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor are one place in memory, as `expand` makes them."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def order_of(tensor: Tensor) -> list[int] | None:
     """Return the dimensions of a tensor as memory has them, the slowest first; None if that is their own order."""
     if isinstance(tensor, DTensor) or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_contiguous():
         return None
-    order = sorted(range(tensor.ndim), key=lambda place: -tensor.stride(place))
-    return order if order != [*range(tensor.ndim)] else None
+    thin = [place for place, size in enumerate(tensor.shape) if size == 1]  # anywhere in memory
+    thick = [place for place, size in enumerate(tensor.shape) if size != 1]
+    order = sorted(thick, key=lambda place: -tensor.stride(place))
+    return [*thin, *order] if order != thick else None
 
 
 def from_order(tensor: Tensor, order: list[int]) -> Tensor:
@@ -247,6 +258,9 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
             made: Any = kind
             if tag == "$namedtuple":
                 return made(*(decode(item, tensors) for item in items))
-            return made[items] if tag == "$enum" else made(items)
+            try:
+                return made[items] if tag == "$enum" else made(items)
+            except (KeyError, ValueError):
+                raise CheckpointError(f"the checkpoint holds the value {items!r} of {path}, which has none") from None
         case _:
             raise CheckpointError(f"the checkpoint holds a value of the kind {tag}, which this version does not know")

@@ -20,9 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import CheckpointError
 from holdfast.trainer.checkpoint.plain_values import decode, encode, from_order, inner_tensors, order_of
+
+_PARAMETER = "$parameter"
+"""Ends the name of a parameter of an optimizer that belongs to no module."""
 
 
 @runtime_checkable
@@ -76,8 +80,9 @@ class ObjectsState:
                     f"'{name}' is a {type(thing).__name__}: a checkpoint takes modules, optimizers, dicts of plain "
                     "values, and objects with state_dict() and load_state_dict()"
                 )
-            if "." in name:
-                raise CheckpointError(f"'{name}' has a dot, which separates names of tensors: choose another name")
+            if "." in name or re.fullmatch(r"group_\d+", name):
+                what = "has a dot, which separates names of tensors" if "." in name else "stands for a parameter group"
+                raise CheckpointError(f"'{name}' {what}: choose another name")
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of modules, optimizers and values. Raise CheckpointError if some state would be lost."""
@@ -86,10 +91,11 @@ class ObjectsState:
             if isinstance(thing, nn.Module):
                 tensors |= self._module_tensors(name, thing)
             elif _is_plain_optimizer(thing):
-                tensors |= _group_tensors(name, thing) | self._loose_parameters(name, thing)
+                tensors |= _group_tensors(name, thing)
                 for place, parameter, _ in self._named(name, thing):
                     for key, value in thing.state.get(parameter, {}).items():
                         tensors |= inner_tensors(f"{place}.{key}", value) if isinstance(value, Tensor) else {}
+            tensors |= self._loose_tensors(name)
         return tensors | self._encoded()[1]
 
     def volatile(self) -> set[str]:
@@ -114,6 +120,7 @@ class ObjectsState:
                 targets |= self._module_tensors(name, thing)
             elif _is_plain_optimizer(thing):
                 targets |= self._optimizer_targets(name, thing, saved)
+            targets |= self._loose_tensors(name)
         for name, thing in self._objects.items():
             if not isinstance(thing, nn.Module):
                 places = tuple(self._places(name))
@@ -151,15 +158,16 @@ class ObjectsState:
         surplus = [full_name for full_name in targets if full_name not in saved]
         self._surplus[name] = [full_name.removeprefix(f"{name}.group_").split(".") for full_name in surplus]
         targets = {full_name: tensor for full_name, tensor in targets.items() if full_name in saved}
-        targets |= (loose := self._loose_parameters(name, optimizer))
         orders = self._orders.get(name, {})
         for place, parameter, group in self._named(name, optimizer):
             present = optimizer.state.get(parameter, {})
             made = {}
             for key in keys.get(place, ()):
-                if (full_name := f"{place}.{key}") in loose:
+                if key == _PARAMETER:
                     continue
-                entry, order = saved[full_name], orders.get(full_name.removeprefix(f"{name}."))
+                entry, order = saved[f"{place}.{key}"], None
+                if not isinstance(parameter, DTensor):
+                    order = orders.get(f"{place}.{key}".removeprefix(f"{name}."))
                 is_there = _fits(present.get(key), entry) and order_of(present[key]) == order
                 made[key] = present[key] if is_there else _make_moment(place, key, entry, parameter, group, order)
             of_classes = {
@@ -207,12 +215,25 @@ class ObjectsState:
             if isinstance(thing, nn.Module):
                 continue
             if isinstance(thing, MutableMapping):
+                self._refuse_trained(name, thing)
                 values[name] = encode(dict(thing), name, tensors)
             else:
                 is_plain = _is_plain_optimizer(thing)
                 state = self._optimizer_values(name, thing) if is_plain else thing.state_dict()
                 values[name] = {"class": type(thing).__qualname__, "state": encode(state, name, tensors)}
         return values, tensors
+
+    def _refuse_trained(self, name: str, values: MutableMapping[str, Any]) -> None:
+        """Refuse a dict with a parameter that an optimizer trains: a load would put another tensor into the dict."""
+        trained = {
+            id(parameter): optimizer
+            for optimizer, thing in self._objects.items()
+            for parameter in self._loose_parameters(optimizer, thing).values()
+        }
+        if of := next((trained[id(one)] for one in tree_leaves(dict(values)) if id(one) in trained), None):
+            raise CheckpointError(
+                f"'{name}' holds a parameter that '{of}' trains and saves: leave the parameter out of the dict"
+            )
 
     def check(self, values: dict[str, Any]) -> None:
         """Raise CheckpointError if `values` are of other objects or classes. Nothing is changed."""
@@ -233,7 +254,7 @@ class ObjectsState:
                 )
             if _is_plain_optimizer(thing):
                 _check_groups(name, thing, value["state"])
-                self._orders[name] = value["state"]["orders"]
+                self._orders[name] = value["state"].get("orders", {})
 
     def restore(self, values: dict[str, Any]) -> None:
         """Restore what `values` returned, and hand the optimizers their part of the last `targets`. Raise
@@ -263,7 +284,6 @@ class ObjectsState:
         if _is_plain_optimizer(thing):
             self._restore_optimizer(name, thing, value)
         elif isinstance(thing, MutableMapping):
-            value = {key: _into(thing.get(key), one) for key, one in value.items()}
             thing.clear()
             thing.update(value)
         else:
@@ -287,10 +307,18 @@ class ObjectsState:
             for number, parameter in enumerate(group["params"]):
                 yield f"{name}.{names.get(id(parameter), f'group_{group_number}.{number}')}", parameter, group
 
-    def _loose_parameters(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return the optimizer's parameters that belong to no module, such as a learned temperature."""
-        found = {f"{place}.parameter": one.detach() for place, one, _ in self._named(name, optimizer)}
-        return {place: one for place, one in found.items() if re.fullmatch(r".+\.group_\d+\.\d+\.parameter", place)}
+    def _loose_parameters(self, name: str, optimizer: Any) -> dict[str, Tensor]:
+        """Return the parameters of an optimizer that belong to no module, such as a learned temperature."""
+        modules = [thing for thing in self._objects.values() if isinstance(thing, nn.Module)]
+        owned = {id(parameter) for module in modules for parameter in module.parameters()}
+        named = self._named(name, optimizer) if isinstance(optimizer, Optimizer) else ()
+        return {f"{place}.{_PARAMETER}": parameter for place, parameter, _ in named if id(parameter) not in owned}
+
+    def _loose_tensors(self, name: str) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for place, parameter in self._loose_parameters(name, self._objects[name]).items():
+            tensors |= inner_tensors(place, parameter.detach())
+        return tensors
 
     def _optimizer_values(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -418,20 +446,6 @@ def _check_groups(name: str, optimizer: Optimizer, values: Mapping[str, Any]) ->
     there, here = len(values["param_groups"]), len(optimizer.param_groups)
     if there != here:
         raise CheckpointError(f"'{name}' of the checkpoint has {there} parameter groups, this one {here}")
-
-
-def _into(present: Any, value: Any) -> Any:
-    """Return `value`, with its tensors in fitting tensors of `present`, which others may hold, too."""
-    if isinstance(value, Tensor) and isinstance(present, Tensor):
-        if present.shape != value.shape or present.dtype != value.dtype or order_of(present) != order_of(value):
-            return value
-        with torch.no_grad():
-            return present.copy_(value)
-    if type(value) is dict and isinstance(present, Mapping):
-        return {key: _into(present.get(key), one) for key, one in value.items()}
-    if type(value) in (list, tuple) and type(present) is type(value) and len(present) == len(value):
-        return type(value)(map(_into, present, value))
-    return value
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -288,7 +288,7 @@ def test_values_keep_their_class(tmp_path: Path) -> None:
         "phase": [Phase.WARM, torch.float16, torch.Size([2, 3]), Parts.FIRST | Parts.SECOND, Parts(0)],
         "numbers": [np.float32(0.1), np.longdouble(1) / 3, np.int64(7), np.bool_(True), np.complex64(1j)],
         "views": [torch.arange(6.0).reshape(2, 3).t(), torch.tensor([1j]).conj(), torch.randn(700, 600).t()],
-        "views[2]": torch.zeros(700, 600),
+        "views[2]": torch.zeros(700, 600), "turned": torch.randn(2, 3, 4).transpose(0, 2),
         "numpy": np.random.default_rng(5).bit_generator.state, "torch": torch.Generator().manual_seed(3).get_state(),
         "empty": torch.zeros(0, 3, dtype=torch.int64), "large": {"a.b": torch.randn(600, 600)},
     }  # fmt: skip
@@ -307,27 +307,42 @@ def test_values_keep_their_class(tmp_path: Path) -> None:
         decode(document)
 
 
-def test_parameters_of_no_module_and_orders_in_memory_come_back(tmp_path: Path) -> None:
+class WithOwnState(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, WithOwnState])
+def test_parameters_of_no_module_and_orders_in_memory_come_back(kind: Any, tmp_path: Path) -> None:
     def make() -> dict[str, Any]:
         model, scale = make_net(1), torch.zeros((), requires_grad=True)
-        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-        return {"model": model, "optimizer": optimizer, "extra": {"scale": scale, "rest": [torch.zeros(2)]}}
+        best = {
+            "best": model.state_dict(),
+            "twice": [torch.zeros(2)] * 2,
+        }  # in the memory of the model, or of each other
+        return {"model": model, "optimizer": kind([*model.parameters(), scale], lr=0.1), "extra": best}
 
     saved, turned = make(), torch.arange(16.0).reshape(4, 4).t()
-    saved["extra"]["scale"].data.fill_(3)
+    saved["optimizer"].param_groups[0]["params"][-1].data.fill_(3)
+    saved["extra"] |= {"best": {"first.weight": torch.full((4, 4), 7.0)}, "twice": [torch.ones(2), torch.zeros(2)]}
     saved["optimizer"].state[saved["model"].first.weight]["basis"] = turned
     with Checkpointer(tmp_path / "checkpoints", saved, check=make) as checkpointer:
         checkpointer.save(1)
     for present in ({}, {"basis": torch.zeros(4, 4)}):  # of an optimizer that has taken no step, and a step
         found = make()
-        held, weight = [found["extra"]["scale"], found["extra"]["rest"][0]], found["model"].first.weight
+        weight = found["model"].first.weight
         found["optimizer"].state[weight] = dict(present)
         with Checkpointer(tmp_path / "checkpoints", found) as checkpointer:
             assert checkpointer.load() == 1
-        assert found["extra"]["scale"] is held[0] is found["optimizer"].param_groups[0]["params"][-1]
-        assert found["extra"]["rest"][0] is held[1] and held[0].item() == 3 and held[0].requires_grad
+        assert torch.equal(weight, saved["model"].first.weight) and found["extra"]["best"]["first.weight"][0, 0] == 7
+        assert [one[0].item() for one in found["extra"]["twice"]] == [1, 0]
+        scale = found["optimizer"].param_groups[0]["params"][-1]
+        assert scale.item() == 3 and scale.requires_grad
         basis = found["optimizer"].state[weight]["basis"]
-        assert torch.equal(basis, turned) and basis.stride() == (1, 4)
+        assert torch.equal(basis, turned) and (kind is WithOwnState or basis.stride() == (1, 4))
+    found["extra"]["scale"] = [scale]
+    with pytest.raises(CheckpointError, match="'extra' holds a parameter that 'optimizer' trains and saves"):
+        save_state(tmp_path / "refused", found)
 
 
 @pytest.mark.parametrize("step_number", [7.0, True, -1, "7", None])
@@ -469,7 +484,8 @@ def with_global_state() -> dict[str, Any]:
     (lambda: {"values": {"x": type("Pair", (tuple,), {"_fields": ()})()}}, "a Pair, which is not a class of the"),
     (lambda: {"values": {"x": defaultdict(lambda: 1)}}, "a defaultdict whose factory has no name"),
     (lambda: {"values": {"x": torch.zeros(1, device="meta")}}, "'values.x' is on the meta device"),
-    (lambda: {"values": {"x": torch.zeros(1).expand(3)}}, "'values.x' is a view that shows some numbers several times"),
+    (lambda: {"model": nn.ParameterList([torch.zeros(1).expand(3)])}, "'model.0' is a view that shows some numbers"),
+    (lambda: {"group_1": {}}, "'group_1' stands for a parameter group"),
     (lambda: {"model": nn.ParameterList([torch.tensor([1j]).conj()])}, "'model.0' is a view that only notes"),
     (lambda: {"model": nn.Linear(1, 1, device="meta")}, "'model.weight' is on the meta device"),
     (lambda: {"model": nn.ParameterList([OfAnotherClass(torch.zeros(1))])}, "'model.0' is a OfAnotherClass"),
