@@ -212,7 +212,7 @@ def refuse_flags(parser: Parser, argv: Sequence[str]) -> None:
         word = next((word for flag, word in placed_words(parser, others) if not flag), None)
         if not values and word is not None:  # flags gave arguments that come after the argument
             values.append(word)
-            others.remove(word)
+            del others[others.index(word)]
     words = [*([] if run is None else [_typed(run)]), *chain.from_iterable(given.values()), *others]
     told = f"{parser.prog} takes {refused[0].strip('-')} as an argument, not by a flag."
     if old := [flag for flag in refused if flag.startswith("--output")]:
