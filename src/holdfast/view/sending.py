@@ -56,6 +56,7 @@ class Cursor(msgspec.Struct):
         history: counts the histories of the run: a new one begins when the run goes back to before what was sent.
         rewinds: how many rewinds of the run are taken into account.
         step: the last step that was sent and flushed.
+        tried: the last step that may have been sent, if a kill came before the flush.
         evaluated: steps whose evaluations were sent.
         alerted: how many alerts and warnings of each attempt were sent; clocks of attempts may differ.
     """
@@ -64,6 +65,7 @@ class Cursor(msgspec.Struct):
     history: int = 1
     rewinds: int = 0
     step: int = 0
+    tried: int = 0
     evaluated: list[int] = []
     alerted: dict[str, int] = {}
 
@@ -106,9 +108,9 @@ def take_cursor(run_dir: RunDir, tracker: str) -> Cursor:
         raise RunDirError(f"{path} is damaged: {error}. Without it everything is sent again: remove it.") from None
     if cursor.run_id != new.run_id:
         return new
-    if any(step < cursor.step for step in rewinds[cursor.rewinds :]):
+    if any(step < max(cursor.step, cursor.tried) for step in rewinds[cursor.rewinds :]):
         # No tracker takes steps back: the new history is a run of its own there, with the steps before.
-        cursor.history, cursor.step, cursor.evaluated = len(rewinds) + 1, 0, []
+        cursor.history, cursor.step, cursor.tried, cursor.evaluated = len(rewinds) + 1, 0, 0, []
     cursor.rewinds = len(rewinds)
     return cursor
 
@@ -162,6 +164,9 @@ class Sending:
                     self._tracker.alert(alarm.kind, alarm.text, step=alarm.step)
                     self._cursor.alerted[str(attempt)] = alarms[str(attempt)]
                     is_changed = True
+            if steps and (last := steps[-1][0]) > max(self._cursor.tried, self.step):
+                self._cursor.tried = last
+                self._cursor.write(self._run_dir, self._name)
             for step, metrics in steps:
                 if step > self.step:  # else a restarted trainer computed the step again, with the same result
                     if answers := self._answers(step):

@@ -10,9 +10,11 @@ import pytest
 from mlflow import MlflowClient
 
 from holdfast import TrackedRun
+from holdfast.config.view import TrackingConfig
 from holdfast.run import atomic
 from holdfast.run.journal import TrainedRewards, note_trained
-from holdfast.view.backends import WandB
+from holdfast.view.backends import TensorBoard, WandB
+from holdfast.view.sending import Sending, take_cursor
 from tests.builders.evaluations import evaluated
 from tests.conftest import BASE
 from tests.runs.trackers import BUILT_IN, TrackedDirectory, wait_until
@@ -111,6 +113,26 @@ def test_evaluations_and_alerts_are_there_once_after_kills(tracker: str, home: P
 def _cursor(run: TrackedDirectory, tracker: str) -> dict[str, Any]:
     path = run.run_dir.tracking / f"{tracker}.json"
     return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def test_steps_that_were_logged_before_a_kill_and_not_flushed_count_as_sent(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, tried = TrackedDirectory(tmp_path / "run", home), list[int]()
+    run.train(1, 2)
+
+    def die(*_: object) -> None:
+        tried.append(_cursor(run, "tensorboard")["tried"])
+        raise SystemExit
+
+    monkeypatch.setattr(TensorBoard, "log", die)
+    with pytest.raises(SystemExit):
+        Sending(run.run_dir, "tensorboard", TrackingConfig()).send(lambda: True)
+    assert tried == [2] and _cursor(run, "tensorboard")["step"] == 0
+    (run.run_dir.tracking / "tensorboard.lock").unlink()  # this process holds it
+    run.run_dir.note_rewind(0, by_attempt=2)
+    cursor = take_cursor(run.run_dir, "tensorboard")
+    assert (cursor.history, cursor.step, cursor.tried) == (2, 0, 0), "other values of steps 1 and 2 are another curve"
 
 
 def test_files_of_another_machine_are_begun_anew(home: Path, tmp_path: Path) -> None:
