@@ -100,6 +100,26 @@ def _scratch(server: ServerHandle) -> Path:
     return directory
 
 
+_CANNOT_DECODE = """
+from vllm.v1.engine import core
+decode = core.MsgpackDecoder.decode
+def decoded(self, frames):
+    found = decode(self, frames)
+    assert getattr(getattr(found, "sampling_params", None), "max_tokens", 0) != 7, "cannot be decoded"
+    return found
+core.MsgpackDecoder.decode = decoded
+"""
+
+
+def test_an_engine_that_reads_no_requests_any_more_ends(model: Path, tmp_path: Path) -> None:
+    """The thread that reads them ends at a message that it cannot decode. The engine would live on and serve nobody."""
+    server = _start(model, tmp_path, sabotage=_CANNOT_DECODE).wait_ready()
+    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
+        assert client.post("/inference/v1/generate", json=REQUEST).status_code == 200
+        assert client.post("/inference/v1/generate", json=REQUEST | {"max_tokens": 7}).status_code == 503
+    assert server.wait() == 75 and "cannot be decoded" in server.log()
+
+
 def test_damaged_weights_at_the_start_end_the_server_with_the_reason(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", seed=0, tied=True)
     path = model / "model.safetensors"

@@ -74,7 +74,7 @@ class Gate:
             return
         refusal = self._refusal(scope["method"], scope["path"], _headers(scope["headers"]))
         if refusal is not None:
-            await _answer(send, *refusal)
+            await _answer(send, scope["path"], *refusal)
             return
         await self._app(scope, self._bounded(receive), send)
 
@@ -129,10 +129,19 @@ def _is_json(content_type: str) -> bool:
     return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
-async def _answer(send: Send, status: int, reason: str) -> None:
+async def _answer(send: Send, path: str, status: int, reason: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    body: object = ErrorBody(reason)
+    if _ASKING_THE_MODEL.fullmatch(path):
+        body = openai_error(status, reason)
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": msgspec.json.encode(ErrorBody(reason))})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(body)})
+
+
+def openai_error(status: int, reason: str) -> dict[str, object]:
+    """Return an error in the form of vLLM's OpenAI routes, whose clients read `error.message`."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": reason, "type": kind, "param": None, "code": status}}
 
 
 class RequestError(Exception):

@@ -31,7 +31,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.inference.access import Gate, Ownership, RequestError, asks_the_model, decode_body
+from holdfast.inference.access import Gate, Ownership, RequestError, asks_the_model, decode_body, openai_error
 from holdfast.inference.weights import EngineWeights, ServerMetrics
 from holdfast.protocol.inference import (
     CLAIM_ROUTE,
@@ -289,7 +289,8 @@ class PolicyVersionMiddleware:
 
         if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
             if before is None:
-                await _error(503, self._engine_weights.none_because)(scope, receive, stamped)
+                body = openai_error(503, self._engine_weights.none_because)
+                await _json(body, status=503)(scope, receive, stamped)
                 return
             with self._metrics.request():
                 await self._app(scope, receive, stamped)

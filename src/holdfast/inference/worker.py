@@ -67,10 +67,21 @@ def prepare_engine_process(*, parent: int) -> None:
 
     Call before vLLM binds threads: later `torch.set_num_threads` has no effect."""
     die_with_parent(parent=parent)
+    threading.excepthook = _end_with_sockets
     if current_platform.is_cpu():
         _mend_kernels()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
+
+
+def _end_with_sockets(failed: threading.ExceptHookArgs) -> None:
+    """Report a thread's exception, and end the engine if the thread read or wrote its sockets.
+
+    vLLM's threads `process_input_sockets` and `process_output_sockets` end at a message that they cannot decode. The
+    engine would live on without an answer to anybody."""
+    threading.__excepthook__(failed)
+    if failed.thread is not None and failed.thread.name.endswith("_sockets)"):
+        os._exit(1)
 
 
 def _rotate_flattened(rotate: Callable[..., None]) -> Callable[..., None]:

@@ -54,6 +54,19 @@ def test_a_form_of_another_site_replaces_no_weights() -> None:
     assert ask("POST", "/release").status_code == 200, "nothing to take for something else"
 
 
+def test_a_refusal_has_the_form_of_its_route() -> None:
+    """OpenAI's clients read `error.message`, and ours a text."""
+    for path, method, host, status in (
+        ("/v1/chat/completions", "POST", "evil.example", 403), ("/v1/load_lora_adapter", "POST", "127.0.0.1", 404),
+        ("/inference/v1/generate", "POST", "evil.example", 403),
+    ):  # fmt: skip
+        answer = ask(method, path, json={}, headers={"Host": host})
+        said = answer.json()["error"]
+        is_openai = path == "/v1/chat/completions"
+        assert answer.status_code == status and isinstance(said, dict) is is_openai
+        assert not is_openai or (said["code"] == 403 and "for this machine alone" in said["message"])
+
+
 def test_what_the_weights_decide_is_told_from_what_they_do_not() -> None:
     """Before the first weights the former is refused: the model holds whatever the engine began with."""
     asking = ["/v1/completions", "/v1/chat/completions", "/v2/embed", "/invocations", "/score", "/generative_scoring"]
