@@ -1,15 +1,20 @@
 """`ckpt show` and `export` on real runs of two ranks: in bfloat16, and of experts."""
 
+import base64
 import io
 import json
 import shutil
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -188,3 +193,67 @@ def test_an_export_keeps_names_and_bits(run_of_experts: RunDir, tmp_path: Path) 
     export(Export(run_of_experts.checkpoint(2), exported))
     assert (exported / NAME).read_bytes() == (published / NAME).read_bytes()
     assert sorted(path.name for path in exported.iterdir()) == sorted(path.name for path in published.iterdir())
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub as far as an upload goes: it keeps the files of a commit by their repository."""
+
+    kept: ClassVar[dict[str, dict[str, bytes]]] = {}
+
+    def do_POST(self) -> None:
+        status, answer = self._answer(self.path.split("/")[2:], self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _answer(self, path: list[str], body: bytes) -> tuple[int, dict[str, object]]:
+        if self.headers["Authorization"] != "Bearer hf_right":
+            return 401, {"error": "Invalid user token."}
+        if path == ["repos", "create"]:
+            asked = json.loads(body)
+            self.kept[asked["name"]] = {"visibility": asked["visibility"].encode()}
+            return 200, {"url": f"http://{self.headers['Host']}/me/{asked['name']}"}
+        if path == ["validate-yaml"]:
+            return 200, {"errors": [], "warnings": []}
+        if path[3] == "preupload":
+            names = [one["path"] for one in json.loads(body)["files"]]
+            return 200, {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+        assert path[3] == "commit"
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.kept[path[2]][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        return 200, {"commitUrl": f"http://{self.headers['Host']}/me/x/commit/0", "commitOid": "0"}
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_an_export_is_uploaded_with_a_card(
+    run_dir: RunDir, model: Path, sft_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, hub = tmp_path / "to", ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    with hub, ThreadPoolExecutor(1) as serving, ExitStack() as ended:
+        serving.submit(hub.serve_forever, 0.01)
+        ended.callback(hub.shutdown)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        asked = ("export", run_dir.path, STEPS, "--to-hub", "me/mine", "--private", "--to")
+        refused = ckpt(*asked, to, code=1)
+        assert "refused" in refused.stderr and f"`hf upload me/mine {to}`" in refused.stderr and to.is_dir()
+        monkeypatch.setenv("HF_TOKEN", "hf_right")
+        done = ckpt(*asked, tmp_path / "again")
+    assert f"uploaded to http://127.0.0.1:{hub.server_port}/me/mine" in done.stdout
+    kept = _Hub.kept["mine"]
+    assert kept.pop("visibility") == b"private"
+    assert kept == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+    card = ModelCard(kept["README.md"].decode())
+    assert card.data.library_name == "transformers" and card.data.tags == ["holdfast", "sft"]
+    assert f"| data.name | {sft_data.name} |" in card.text and str(sft_data.parent) not in card.content
+    assert card.data.base_model is None and str(model.parent) not in card.content, "paths say who trained where"
+    for flags, said in (
+        (("--to-hub", "a/b/c"), "Give USER/NAME"),
+        (("--private",), "is of the repository of --to-hub"),
+    ):
+        assert said in ckpt("export", run_dir.path, STEPS, "--to", tmp_path / "no", *flags, code=2).stderr

@@ -24,6 +24,7 @@ from holdfast.run.checkpoints import TRAINER_DIR, BestMetric, Entry, Retention, 
 from holdfast.run.choose_run import RunSubcommands, no_run
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.settings import flat_settings, read_settings, without_secrets
+from holdfast.view import hub
 from holdfast.view.ckpt_dirs import CheckpointDirs, TensorWorkFailed, export, tensor_work, verified
 from holdfast.view.tables import Grid, Report, age, number, size
 
@@ -32,10 +33,6 @@ _EPILOG = (
     "such as 3-7, or `all`."
 )
 _IMPORT = "ckpt import [--json] SOURCE sft @ my_run.toml --output-dir DIR"
-_SUMMARY = (
-    "max_steps", "seed", "model.name", "model.dtype", "data.name", "data.batch_size", "data.seq_len", "loss.type",
-    "optim.lr", "optim.schedule", "parallel.num_ranks",
-)  # fmt: skip
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -57,6 +54,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     export.add_argument("--format", dest="form", choices=("hf", "trainer", "dcp"), default="hf", help=told)
     export.add_argument("--dtype", choices=("float32", "bfloat16"), help="that of the run if unset")
     export.add_argument("--base", metavar="NAME_OR_DIR", help="weights to merge a LoRA adapter into; unset: it alone")
+    export.add_argument("--to-hub", metavar="USER/NAME", help="also upload it, with a model card: Hugging Face's hub")
+    export.add_argument("--private", action="store_true", help="make a repository that others do not see")
     add("du", "Show what takes space in the directory of the run, and what may go.")
     prune = add("prune", "Remove older steps of a run that does not train now; the newest step stays.")
     prune.add_argument("--keep", type=positive, required=True, metavar="N", help="keep the newest N steps")
@@ -233,7 +232,7 @@ def show(dirs: CheckpointDirs, *, step: str) -> Report:
         Grid(("tensors", ">number", ">elements", ">size"), rows),
     ]
     flat = flat_settings(settings)
-    if summary := [(key, str(flat[key])) for key in _SUMMARY if key in flat]:
+    if summary := [(key, str(flat[key])) for key in hub.SUMMARY if key in flat]:
         parts += ["", Grid(("setting", ""), summary)]
     return Report(document, parts)
 
@@ -334,12 +333,23 @@ def _numbered(noun: str, steps: Sequence[int]) -> str:
     return f"{noun}{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}" if steps else f"no {noun}"
 
 
-def _export(dirs: CheckpointDirs, **options: Any) -> Report:
-    written = export(dirs, **options)
+def _export(dirs: CheckpointDirs, *, to_hub: str | None, private: bool, **options: Any) -> Report:
+    if to_hub is not None and options["form"] != "hf":
+        raise ConfigError(f"--to-hub uploads a model: leave out --format {options['form']}")
+    if private and to_hub is None:
+        raise ConfigError("--private is of the repository of --to-hub: give that, or leave it out")
+    if to_hub is not None:
+        hub.check_repository(to_hub)
+    written = export(dirs, **options, name=to_hub)
     count = f"{written.tensors:,} tensors, {written.parameters:,} parameters, {written.dtype}"
     files = f"{size(written.bytes)} in {written.files} file{'s' if written.files != 1 else ''} of tensors"
     lines = [f"wrote {written.directory}: {count}, {files}", *filter(None, [written.remark])]
-    return Report(msgspec.to_builtins(written), lines)
+    document = msgspec.to_builtins(written)
+    if to_hub is not None:
+        message = f"Step {dirs.step_directory(options['step']).name.removeprefix('step_')}"
+        document["hub"] = hub.push(Path(written.directory), to_hub, private=private, message=message)
+        lines.append(f"uploaded to {document['hub']}")
+    return Report(document, lines)
 
 
 def _import(words: list[str]) -> int:

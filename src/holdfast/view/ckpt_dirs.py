@@ -12,6 +12,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from holdfast.run.checkpoints import TRAINER_DIR, Entry, Kind, describe_found, k
 from holdfast.run.choose_run import no_run, steps_of
 from holdfast.run.manifest import Manifest, Verification
 from holdfast.run.run_dir import RunDir
+from holdfast.view.hub import write_card
 from holdfast.view.tables import working
 
 if TYPE_CHECKING:
@@ -135,9 +137,17 @@ def verified(directory: Path, *, how: Verification = "full") -> Manifest:
 
 
 def export(
-    dirs: CheckpointDirs, *, step: str, to: Path, dtype: DType | None, base: str | None, form: str = "hf"
+    dirs: CheckpointDirs,
+    *,
+    step: str,
+    to: Path,
+    dtype: DType | None,
+    base: str | None,
+    form: str = "hf",
+    name: str | None = None,
 ) -> Written:
-    """Verify a step, and write its model as the new Hugging Face directory `to`, or its state in another format."""
+    """Verify a step, and write its model as the new Hugging Face directory `to`, or its state in another format; with a
+    model card if it gets a `name` on a hub."""
     directory = dirs.step_directory(step)
     if to.exists():
         raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new directory.")
@@ -146,5 +156,6 @@ def export(
         with heavy_imports():
             from holdfast.trainer.export import Export, export
             from holdfast.trainer.exporting import export_state
-        request = Export(directory, to.absolute(), dtype, base)
+        add = partial(write_card, step=directory, name=name) if name is not None else None
+        request = Export(directory, to.absolute(), dtype, base, add)
         return export(request) if form == "hf" else export_state(request, form)
