@@ -223,13 +223,15 @@ def test_a_disk_that_dies_in_a_save_takes_nothing_committed(start: Start, wanted
     assert differing(end_state(output), wanted) == []
 
 
-def test_what_cannot_be_removed_is_said_and_the_new_step_stays(start: Start, output: Path) -> None:
+@pytest.mark.parametrize("call", ["rename step_2$", "rmdir .tmp-step_2-"])
+def test_what_cannot_be_removed_is_said_and_the_new_step_stays(start: Start, output: Path, call: str) -> None:
     """The save succeeded, so the run does; the next commit tries again."""
-    run = start(output, "--max-steps", "8", trainer_fault=failing(output, "rename step_2$")).wait()
+    run = start(output, "--max-steps", "8", trainer_fault=failing(output, call)).wait()
     assert run.code == 0 and "Traceback" not in run.trainer_log, run.log
     (message,) = [line for line in run.trainer_log.splitlines() if "ERROR" in line]
     assert f"{output}/checkpoints/step_6 is saved, but older ones could not be removed: {_EIO}" in message
     assert sorted(whole_steps(output / "checkpoints")) == [6, 8]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step_6", "step_8"]
 
 
 def test_a_step_whose_name_is_not_flushed_counts_as_failed_and_may_be_used(start: Start, output: Path) -> None:

@@ -158,11 +158,11 @@ def is_visible(path: Path) -> bool:
     return path.exists()
 
 
-def clear_leftovers(parent: Path) -> list[Path]:
-    """Remove what interrupted writers left in `parent`, and return what was removed."""
+def clear_leftovers(parent: Path, names: str = "*") -> list[Path]:
+    """Remove what interrupted writers left in `parent` of files with these `names`, and return what was removed."""
     if not parent.is_dir():
         return []
-    leftovers = sorted(parent.glob(f"{TEMPORARY_PREFIX}*"))
+    leftovers = sorted(parent.glob(f"{TEMPORARY_PREFIX}{names}"))
     for path in leftovers:
         _remove(path)
     return leftovers

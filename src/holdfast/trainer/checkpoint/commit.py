@@ -306,6 +306,7 @@ class Commit:
         except Exception as error:  # noqa: BLE001 - logged
             _log.error("%s is saved, but what should follow failed: %s", final, describe(error))
         try:
+            atomic.clear_leftovers(self._directory, "step_*-*")  # of a removal that failed half way
             entries = list_entries(self._directory, self._identity.run_ids)
             committed = {
                 entry.step: entry.manifest.metrics
