@@ -161,7 +161,7 @@ class World:
         self.copies: list[Path] = []
         self.ended_early = False
         self.has_changed = False  # an input: the end is another one
-        self.is_noted = False  # the input was, before it changed
+        self._noted = 0  # attempts that had noted the input before it changed
         self.has_moved = False  # to an empty machine, which has no earlier lines of metrics
         self._seen: set[psutil.Process] = set()
         self._port = free_port(2) if case.program == "rl" else 0
@@ -288,7 +288,10 @@ class World:
         else:
             return
         self.has_changed = True
-        self.is_noted |= any(self.run.glob("configs/attempt_*/inputs.json"))
+        self._noted = self._noted or self._attempts_with_inputs()
+
+    def _attempts_with_inputs(self) -> int:
+        return len(list(self.run.glob("configs/attempt_*/inputs.json")))
 
     def find(self, promise: str, what: str) -> None:
         self.findings.append(Finding(promise, what))
@@ -468,7 +471,9 @@ class World:
         if self._judge is not None:
             self.findings += check_judge(RunDir(self.run), self._judge, at_most=AT_ONCE * (1 + len(self.hits())))
         said = "".join(self.consoles)
-        if self.is_noted and "changes what is computed" not in said and "saved no step" not in said:
+        # Without a start after the edit nobody read the edited file.
+        is_read_again = 0 < self._noted < self._attempts_with_inputs()
+        if is_read_again and "changes what is computed" not in said and "saved no step" not in said:
             self.find("inputs are known by content", f"no word about other rows:\n{said[:2000]}")
 
 
