@@ -132,7 +132,8 @@ def _compare(completion: str, answer: str) -> dict[str, Any]:
 
     is_marked = "$" in completion or "\\boxed" in completion
     numbers = numbers_alone(answer)
-    listed = "" if "$" in answer else plain(answer).strip()
+    bare = answer.strip().strip("$")
+    listed = "" if "$" in bare else plain(bare).strip()
     if re.search(_OR, listed) and _LISTED.fullmatch(listed):
         answer = f"${listed}$"
         completion = completion if is_marked else _LISTED.sub(r"$\g<0>$", plain(completion))

@@ -41,6 +41,7 @@ OR = [
     (text, "1 or 2")
     for text in ("1 or 2", "It is 2 and 1.", "\\boxed{1, 2}", "\\boxed{1 \\text{ or } 2}", "x = 1 or 2")
 ]
+OR += [("1 or 2", "$1 or 2$"), ("$2$ or $1$", "$1 or 2$")]
 OR += [("So x=1, x = 2", "x=1 or x=2"), ("$-3$ and $\\frac12$", "1/2 and -3"), ("$5 or $6", "$5 or $6")]
 OR += [("1,000, 2, or 3", "2, 3 and 1000"), ("(1,2) or 5", "(1,2) or 5"), ("5 cups and 3 jars", "5 cups and 3 jars")]
 NOT_BOTH = [("2", "1 or 2"), ("1", "1 or 2"), ("x=2", "x=1 or x=2"), ("1 or 3", "1 or 2"), ("2 or 3", "\\sqrt{2} or 3")]
