@@ -251,8 +251,8 @@ def check_warm_start(path: Path, model: TrainedModelConfig, *, how: Verification
         manifest.verify(path, how=how)
     if kind is Kind.ADAPTER and model.lora is None:
         raise CheckpointError(
-            f"{path} (ckpt.init_from) holds a LoRA adapter and no weights. Train it on with --model.lora and the "
-            "model that it belongs to as --model.name, or merge it: ckpt export RUN STEP --to DIR --base NAME."
+            f"{path} (ckpt.init_from) holds a LoRA adapter, and weights are needed. Train it on with --model.lora and "
+            "the model that it belongs to as --model.name, or merge it: ckpt export RUN STEP --to DIR --base NAME."
         )
     if model.lora is not None:
         return  # the adapter's tensors follow from rank and targets, which only the trainer knows
@@ -297,7 +297,7 @@ class Survey(msgspec.Struct, frozen=True):
         samples: how many, without those held out.
         held_out: how many are for validation.
         tokens: of the former, prompts included.
-        first: the first one as text, by its side.
+        first: the first one, or the row that was asked for, as text, by its name and side.
         notes: what was warned of.
         fingerprint: of the data as the trainer would read them; empty if it was not asked for.
     """
@@ -341,7 +341,7 @@ def data_line(config: SupervisedCommand, survey: Survey) -> str:
     held_out = f" and {survey.held_out:,} held out" if survey.held_out else ""
     steps = steps_per_epoch(config, survey)
     return (
-        f"data: {config.data.name}: {survey.samples:,} {survey.kind}{held_out}, {in_short(survey.tokens)} tokens, "
+        f"data: {config.data.label}: {survey.samples:,} {survey.kind}{held_out}, {in_short(survey.tokens)} tokens, "
         f"{steps:,.4g} steps an epoch; this run: {epochs_of(config, survey)} epochs"
     )
 

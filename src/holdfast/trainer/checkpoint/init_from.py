@@ -83,6 +83,9 @@ def open_source(path: Path, kind: Kind) -> Source:
         return DcpSource(path / TRAINER_DIR)
     if kind is Kind.DCP:
         return DcpSource(path)
+    adapter = path / "adapter_model.safetensors"  # merged weights may lie beside it
+    if kind is Kind.ADAPTER and adapter.is_file():
+        return SafetensorsSource([adapter])
     return SafetensorsSource([path] if kind is Kind.TENSORS else _files_of(path))
 
 
@@ -326,8 +329,8 @@ def _refuse_adapter_for_weights(tensors: Mapping[str, Tensor], there: Mapping[st
     """Refuse an adapter where weights are needed, and the reverse."""
     if adapted_matrices(there) and not adapted_matrices(tensors):
         raise CheckpointError(
-            f"{what} holds a LoRA adapter and no weights. Train it on with --model.lora and the model that it belongs "
-            "to as --model.name, or merge it: ckpt export RUN STEP --to DIR --base NAME."
+            f"{what} holds a LoRA adapter, and weights are needed. Train it on with --model.lora and the "
+            "model that it belongs to as --model.name, or merge it: ckpt export RUN STEP --to DIR --base NAME."
         )
     if adapted_matrices(tensors) and not adapted_matrices(there):
         raise CheckpointError(
