@@ -26,7 +26,7 @@ from holdfast.trainer.data.tokenizing import FEW_ROWS
 
 LOAD = """
 import json, sys, time
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer
 name, cache, tokenizer = sys.argv[1:]
 chat = load_tokenizer(tokenizer)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
+from holdfast.config.data import SftDataConfig
 from holdfast.config.rl_trainer import CollectiveWeights
-from holdfast.config.training import AdamWConfig, SftDataConfig, TrainedModelConfig
+from holdfast.config.training import AdamWConfig, TrainedModelConfig
 from holdfast.inference import transfer
 from holdfast.inference.weight_files import Architecture, read_architecture, read_weights
 from holdfast.protocol.transfer import Offer, Transfer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.run import manifest
 from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.errors import DataError
 from holdfast.trainer.data import samples as read_samples
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, load_tokenizer

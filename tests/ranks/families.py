@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.config.training import ParallelConfig, SftDataConfig, TrainedModelConfig
+from holdfast.config.data import SftDataConfig
+from holdfast.config.training import ParallelConfig, TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.policy import build_policy, supervised_step

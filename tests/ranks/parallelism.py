@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from holdfast.config import DpoConfig, training
+from holdfast.config.data import SftDataConfig
 from holdfast.config.preference import PreferenceDataConfig
-from holdfast.config.training import AdamWConfig, ParallelConfig, SftDataConfig, TrainedModelConfig
+from holdfast.config.training import AdamWConfig, ParallelConfig, TrainedModelConfig
 from holdfast.trainer.checkpoint.checkpointer import load_state_with_optimizer, save_state
 from holdfast.trainer.mesh import Mesh, join_mesh
 from holdfast.trainer.model.lora import whole_tensors

@@ -192,8 +192,5 @@ def is_tools_written(tools: Sequence[Any], render: Callable[[Any], str], text: s
     return _unwritten(lambda marks: marks.tools(tools), render, text) is None
 
 
-ANOTHER_TEMPLATE = (
-    "copy the tokenizer's files to a directory, put another chat_template.jinja there, and set model.tokenizer to that "
-    "directory."
-)
+ANOTHER_TEMPLATE = "name the file of another chat template as model.chat_template."
 USE_TOOLS = f"Use a template with tools: {ANOTHER_TEMPLATE}"

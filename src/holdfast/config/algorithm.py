@@ -5,7 +5,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from holdfast.config.base import KlEstimator, Section
-from holdfast.config.training import AdamWConfig, AnyOptim, SftDataConfig
+from holdfast.config.data import SftDataConfig
+from holdfast.config.training import AdamWConfig, AnyOptim
 
 
 class KlConfig(Section):

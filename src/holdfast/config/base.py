@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from holdfast.config.chat_template import tokenizer_with
 from holdfast.config.marks import Mark
 from holdfast.errors import ConfigError
 
@@ -232,6 +233,19 @@ class ModelConfig(Section):
 
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; unset: the same as `model.name`."""
+
+    chat_template: str | None = None
+    """File with a chat template in Jinja, in the place of the tokenizer's, such as chatml.jinja. Needs a tokenizer in a
+    directory. Published weights have it, too."""
+
+    @model_validator(mode="after")
+    def _tokenizer_with_template(self) -> Self:
+        if self.chat_template is not None and not self.tokenizer_name:
+            raise ValueError("has chat_template and no name: give model.name and model.chat_template together")
+        if self.chat_template is not None:
+            # Only once: a process that starts later must not read a template that was edited meanwhile.
+            self.tokenizer, self.chat_template = tokenizer_with(self.chat_template, self.tokenizer_name), None
+        return self
 
     @property
     def tokenizer_name(self) -> str:

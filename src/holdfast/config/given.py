@@ -55,7 +55,7 @@ def _needed(config: Command) -> Iterator[tuple[str, tuple[bool, str]]]:
         return
     yield "model.name", (bool(getattr(config, "model").name), f"--model.name NAME, {_MODEL}")  # noqa: B009
     if isinstance(config, SupervisedCommand):
-        yield "data.name", (bool(config.data.name), f"--data.name NAME, {_rows(config)}")
+        yield "data.name", (bool(config.data.label), f"--data.name NAME, {_rows(config)}")
     if isinstance(config, OrchestratorConfig):
         yield "environments", (bool(config.environments), _section("environments"))
 

@@ -9,7 +9,8 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from holdfast.config.base import Section
 from holdfast.config.by_type import ByType, models_by_type
-from holdfast.config.training import EvaluatedCommand, SftDataConfig, SupervisedCommand
+from holdfast.config.data import SftDataConfig
+from holdfast.config.training import EvaluatedCommand, SupervisedCommand
 
 
 class PreferenceLossConfig(Section):

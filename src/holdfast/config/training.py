@@ -17,19 +17,23 @@ from pydantic import Field, field_validator, model_validator
 from holdfast.config.base import BY_DEVICE, CkptConfig, Command, DType, LogFormat, ModelConfig, Section
 from holdfast.config.by_type import ByType
 from holdfast.config.cluster import SlurmConfig
+from holdfast.config.data import MixedDataConfig, SftDataConfig
 from holdfast.config.evaluation import CheckpointEvalConfig
 from holdfast.config.marks import Mark, Picked, marked
 from holdfast.config.view import DashboardConfig, ProfiledSteps, StepWindow, TrackingConfig
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: the model stays as it is, and A and B of W + alpha / rank * B A are trained."""
+    """Low-rank adapters: the model stays as it is, and A and B of W + scale * B A are trained."""
 
     rank: int = Field(default=16, ge=1)
     """LoRA: rank of the adapters. A has so many rows, and B so many columns."""
 
     alpha: float = Field(default=32.0, gt=0)
-    """The product of B and A counts alpha / rank times."""
+    """The product of B and A counts alpha / rank times, or with `use_rslora` alpha / sqrt(rank) times."""
+
+    use_rslora: bool = False
+    """Rank-stabilised LoRA (Kalajdzievski 2023): larger ranks need no smaller learning rate."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of the adapters' input. Not with `rl`, whose engines have none."""
@@ -37,6 +41,11 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Which linear layers get an adapter: all of the decoder, or layers whose names end like a name here, such as
     ["q_proj", "v_proj"]."""
+
+    @property
+    def plain_alpha(self) -> float:
+        """The alpha with which adapters without `use_rslora` have the same scale."""
+        return self.alpha * math.sqrt(self.rank) if self.use_rslora else self.alpha
 
     @field_validator("target_modules")
     @classmethod
@@ -450,64 +459,6 @@ class TrainingCommand(Command):
         return self
 
 
-class SftDataConfig(Section):
-    """The source of samples, and how they become batches."""
-
-    name: str = ""
-    """Needed: a .jsonl, .json, .csv, .parquet or .arrow file (JSON and CSV also as .gz or .zst), a directory of such
-    files or of `save_to_disk`, a glob, or a dataset on a hub. Rows have `messages`; or `prompt` and `completion`; or
-    `conversations` (ShareGPT); or `instruction`, `input` and `output` (Alpaca); or `text`: see docs/data.md."""
-
-    split: str = "train"
-    """Split to read, for directories and hub datasets that have several."""
-
-    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the samples held out for validation, chosen by `seed`."""
-
-    batch_size: int = Field(default=64, ge=1)
-    """Samples of one optimizer step, over all ranks."""
-
-    micro_batch_size: int = Field(default=8, ge=1)
-    """Rows of one forward pass on each rank; gradients accumulate until the batch is done."""
-
-    seq_len: int = Field(default=1024, ge=2, lt=2**31)
-    """Most tokens of one sample, and with `pack` of one row."""
-
-    on_bad_row: Literal["error", "drop"] = "error"
-    """The treatment of unusable rows, such as broken JSON: name the first of them, or leave them out and say how
-    many."""
-
-    too_long: Literal["error", "drop", "truncate"] = "error"
-    """The treatment of a sample of more than `seq_len` tokens. `drop` and `truncate` say how many."""
-
-    strict: Annotated[bool, Mark.FREE] = False
-    """Refuse data of which there would be a warning: rows that are left out or cut, columns and keys in no token."""
-
-    train_on: Literal["all", "last"] = "all"
-    """Trained part of a chat: `all` turns of the assistant, or the `last` turn; in rows with a prompt, only turns
-    of the completion. Plain `text` is trained whole."""
-
-    chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template for all rows, such as `{enable_thinking = false}`; the column of a row wins."""
-
-    pack: bool = True
-    """Fill micro-batches up to a budget of tokens, several samples a row, which never see each other. Models whose
-    tokens meet outside of attention (docs/models.md) get one sample a row, grouped by length. Off:
-    `micro_batch_size` samples at a time, one a row."""
-
-    shuffle: bool = True
-    """A new order every epoch, from `seed`; off: file order."""
-
-    num_proc: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
-    """Processes of each machine that tokenise more than a few thousand rows; unset: one for each core that the trainer
-    may run on. The samples are the same with any number."""
-
-    cache_dir: Annotated[str | None, Mark.FREE] = None
-    """Directory in which more than a few thousand rows are kept tokenised, for the next start and for rows that do not
-    fit into memory; unset: `tokenised` in `$HOLDFAST_CACHE` or else in ~/.cache/holdfast; empty: nowhere. Unused
-    directories in it can be deleted."""
-
-
 class StopConfig(Section):
     """When training ends before its last step: a metric has not improved for some time (early stopping)."""
 
@@ -544,6 +495,9 @@ class SupervisedCommand(TrainingCommand):
 
     stop: Annotated[StopConfig | None, Mark.FREE] = None
     """End the run before its last step, when a metric does not improve any more: not unless given."""
+
+    sample: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
+    """With `dry_run`: show what is trained of this row of the data, counted from 1, and not of the first."""
 
     slurm: SlurmConfig | None = None
     """Submit a SLURM job that makes the run, and end; `--dry-run` prints its script."""
@@ -599,6 +553,9 @@ class SftConfig(EvaluatedCommand):
 
     program = "sft"
     rates = {"lr": 2e-5, "schedule": "linear"}
+
+    data: MixedDataConfig = Field(default_factory=MixedDataConfig)
+    """Samples and batches."""
 
 
 def schedule_end(config: OptimConfig, max_steps: int) -> int | None:

@@ -62,7 +62,8 @@ def check_training(config: TrainingCommand) -> None:
     if isinstance(config, SupervisedCommand):
         key = "model.tokenizer" if config.model.tokenizer else "model.name"
         check_tokenizer_path(config.model.tokenizer_name, key=key)
-        check_data_path(config.data.name, key="data.name", split=config.data.split)
+        for source in config.data.sources:
+            check_data_path(source.name, key=config.data.key, split=source.split)
     if isinstance(config, DpoConfig) and config.reference_model:
         _check_weights(config.reference_model, key="loss.reference_model")
     if not isinstance(config, TrainerConfig):
@@ -153,10 +154,11 @@ def check_evaluations(config: TrainingCommand) -> None:
     check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
     for section in config.eval.environments:
         for value in section.args.values():
-            if isinstance(value, str) and _is_part(value, of=config.data.name):
+            sources = [source.name for source in config.data.sources]
+            if isinstance(value, str) and (of := next((name for name in sources if _is_part(value, of=name)), None)):
                 raise ConfigError(
                     f"eval.environments: '{section.label}' asks what is in {value}, and that is trained on "
-                    f"(data.name = '{config.data.name}'): nothing of it is held out. Name another file."
+                    f"({config.data.key} = '{of}'): nothing of it is held out. Name another file."
                 )
     asked = config.eval.following(config.output_dir, config.output_dir)
     model = ModelConfig(name=config.model.name, tokenizer=config.model.tokenizer)
@@ -250,7 +252,8 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
 
 def _is_here(config: SupervisedCommand) -> bool:
     """Whether data and tokenizer are files of this machine: a dry run asks no hub."""
-    is_here = find_files(config.data.name, key="data.name", split=config.data.split) is not None
+    sources = config.data.sources
+    is_here = all(find_files(each.name, key=config.data.key, split=each.split) is not None for each in sources)
     return is_here and Path(config.model.tokenizer_name).exists()
 
 
@@ -260,7 +263,7 @@ def _survey(config: SupervisedCommand) -> Survey:
         if not Path(name).is_dir():
             print(f"asking the hub for {name}", flush=True)
             ask_hub(name, key=key, file=file)
-    print(f"reading {config.data.name}", flush=True)
+    print(f"reading {config.data.label}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "survey.json"
         asked = config.model_copy(update={"max_steps": 2**31, "profile": None})
@@ -285,7 +288,7 @@ def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: Orchest
         if told := too_few_for_a_step(config, survey):
             yield f"  {told}"
         yield from (f"  WARNING: {note}" for note in survey.notes if config.dry_run)  # else the trainer reports them
-        yield from (f"  first {side} {text}" for side, text in survey.first.items())
+        yield from (f"  {side} {text}" for side, text in survey.first.items())
     optim = config.optim
     rate = f"lr {optim.lr:g} {optim.schedule}, warm-up {optim.warmup_steps} steps"
     if isinstance(config, SupervisedCommand):

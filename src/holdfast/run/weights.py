@@ -81,13 +81,13 @@ class Scaling(msgspec.Struct, frozen=True):
 
     @property
     def alpha(self) -> float:
-        """The product of B and A counts alpha / r times; with `use_rslora` peft has lora_alpha / sqrt(r)."""
+        """The alpha with which an adapter without `use_rslora` has the same scale."""
         return self.lora_alpha * math.sqrt(self.r) if self.use_rslora else self.lora_alpha
 
     @property
     def scale(self) -> float:
-        """How often the product of B and A counts."""
-        return self.alpha / self.r
+        """How often the product of B and A counts, with the bits of peft."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 class Factors(NamedTuple):

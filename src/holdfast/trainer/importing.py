@@ -204,7 +204,7 @@ def _refuse_other_adapter(config: SupervisedCommand, source: Path) -> None:
     if (lora := config.model.lora) is None or not (source / ADAPTER_CONFIG_NAME).exists():
         return
     there = read_scaling(source)
-    if (there.r, there.alpha) != (lora.rank, lora.alpha):
+    if (there.r, there.alpha) != (lora.rank, lora.plain_alpha):
         raise ConfigError(
             f"the adapter in {source} has rank {there.r} and alpha {there.alpha:g}, and the settings have {lora.rank} "
             f"and {lora.alpha:g}: --model.lora.rank {there.r} --model.lora.alpha {there.alpha:g}"

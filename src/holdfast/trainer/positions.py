@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from holdfast.config.data import SftDataConfig
 from holdfast.config.training import SupervisedCommand
 from holdfast.errors import DataError
 from holdfast.trainer.data.remarks import tell_samples
 from holdfast.trainer.data.rows import Sample
-from holdfast.trainer.data.tokenizing import ChosenSamples
+from holdfast.trainer.data.tokenizing import JoinedSamples, TrainedSamples
 from holdfast.trainer.model.model_config import load_model_config
 from holdfast.trainer.preference.pairs import Preference
 
@@ -76,6 +77,19 @@ def check_lengths(
     positions = positions_of(config.model.name)
     if positions is None:
         return
+    for place, source in enumerate(config.data.sources):
+        own = [part.parts[place] if isinstance(part, JoinedSamples) else part for part in parts]
+        _check_source(source, own, positions, model=config.model.name, is_told=is_told)
+
+
+def _check_source(
+    source: SftDataConfig,
+    parts: Sequence[Sequence[Sample] | Sequence[Preference]],
+    positions: Positions,
+    *,
+    model: str,
+    is_told: bool,
+) -> None:
     found = [(part, lengths) for part in parts if (lengths := _lengths(part)).max(initial=0) > positions.limit]
     if not found:
         return
@@ -85,16 +99,16 @@ def check_lengths(
     told = f"samples have more tokens than the model has positions, up to {longest:,} of {positions.limit:,}"
     if positions.is_hard:
         raise DataError(
-            f"{config.data.name}: {count:,} {told}, the first in row {first + 1:,} (max_position_embeddings, or "
-            f"original_max_position_embeddings of its rotary embeddings, in config.json of '{config.model.name}'). "
+            f"{source.name}: {count:,} {told}, the first in row {first + 1:,} (max_position_embeddings, or "
+            f"original_max_position_embeddings of its rotary embeddings, in config.json of '{model}'). "
             f"Set --data.seq-len {positions.limit} and --data.too-long drop or truncate, or shorten the rows."
         )
     text = f"{told} (max_position_embeddings): the model was not made for them; data.seq_len bounds the length"
-    tell_samples([(text, count, first)], config.data, is_told=is_told)
+    tell_samples([(text, count, first)], source, is_told=is_told)
 
 
 def _lengths(part: Sequence[Sample] | Sequence[Preference]) -> np.ndarray:
-    if isinstance(part, ChosenSamples):
+    if isinstance(part, TrainedSamples):
         return part.lengths
     return np.array([max(len(side.token_ids) for side in _sides(one)) for one in part], dtype=np.int64)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,14 +27,14 @@ from holdfast.config import program_config
 from holdfast.config.preference import DpoConfig, DpoLoss, RewardTrainingConfig
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import SupervisedCommand
-from holdfast.errors import printable
+from holdfast.errors import DataError, printable
 from holdfast.process.child import die_with_launcher, run_reporting_errors
 from holdfast.process.events import report
 from holdfast.run.inputs import Survey, epochs_of, in_short, steps_per_epoch, too_few_for_a_step
 from holdfast.trainer.data.formats import PAIR_FORMATS, RATED_PAIR_FORMATS
 from holdfast.trainer.data.rows import Sample
 from holdfast.trainer.data.samples import check_same_tokens, fingerprint_samples, load_samples, load_tokenizer
-from holdfast.trainer.data.tokenizing import ChosenSamples
+from holdfast.trainer.data.tokenizing import TrainedSamples
 from holdfast.trainer.positions import check_lengths
 from holdfast.trainer.preference.pairs import (
     Pair,
@@ -69,13 +69,27 @@ def survey_of(
 ) -> Survey:
     """Count the training data; `held_out` is the number of samples for validation."""
     first = training[0]
-    if isinstance(training, ChosenSamples):
-        return Survey("samples", len(training), held_out, training.num_tokens, {"sample": _shown(first, tokenizer)})  # type: ignore[arg-type]
+    shown = {f"first {side}": _shown(sample, tokenizer) for side, sample in _sides(first).items()}
+    if isinstance(training, TrainedSamples):
+        return Survey("samples", len(training), held_out, training.num_tokens, shown)
     tokens = sum(one.num_tokens for one in training)  # type: ignore[union-attr]
-    if isinstance(first, Pair):
-        shown = {"chosen": _shown(first.chosen, tokenizer), "rejected": _shown(first.rejected, tokenizer)}
-        return Survey("pairs", len(training), held_out, tokens, shown)
-    return Survey("answers", len(training), held_out, tokens, {"answer": _shown(first.sides[0], tokenizer)})  # type: ignore[union-attr]
+    return Survey("pairs" if isinstance(first, Pair) else "answers", len(training), held_out, tokens, shown)
+
+
+def _sides(one: Sample | Preference) -> dict[str, Sample]:
+    if isinstance(one, Pair):
+        return {"chosen": one.chosen, "rejected": one.rejected}
+    return {"sample": one} if isinstance(one, Sample) else {"answer": one.sides[0]}
+
+
+def _row_as_text(
+    row: int, parts: Iterable[Sample | Preference], label: str, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """Return the sample, or both sides of the pair, of a row counted from 1. Raise DataError if the row has none."""
+    for sides in map(_sides, parts):
+        if next(iter(sides.values())).row == row - 1:
+            return {f"{side} of row {row}": _shown(one, tokenizer, is_whole=True) for side, one in sides.items()}
+    raise DataError(f"sample = {row}: nothing of row {row} of {label} is trained or held out. The first row is 1.")
 
 
 def tell_data(config: SupervisedCommand, survey: Survey, *, is_main: bool) -> None:
@@ -86,7 +100,7 @@ def tell_data(config: SupervisedCommand, survey: Survey, *, is_main: bool) -> No
     numbers = {survey.kind: f"{survey.samples:,}", "held_out": f"{survey.held_out:,}" if survey.held_out else None}
     report(
         "data",
-        name=config.data.name,
+        name=config.data.label,
         **{name: value for name, value in numbers.items() if value},
         tokens=in_short(survey.tokens),
         steps_per_epoch=f"{steps:,.4g}",
@@ -95,19 +109,20 @@ def tell_data(config: SupervisedCommand, survey: Survey, *, is_main: bool) -> No
     if told := too_few_for_a_step(config, survey):
         report(told)
     for side, text in survey.first.items():
-        report(f"first {side}", text=text)
+        report(side, text=text)
 
 
-def _shown(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+def _shown(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, is_whole: bool = False) -> str:
     """Return the text of a sample in one line, with special tokens, and trained parts between `[[` and `]]`."""
     places = groupby(range(len(sample.token_ids)), key=lambda place: bool(place and sample.loss_mask[place]))
     parts = []
     for is_trained, own in places:
         text = tokenizer.decode(sample.token_ids[list(own)].tolist(), skip_special_tokens=False)
-        text = printable(text, most=_MOST_OF_A_PART)
+        text = printable(text, most=len(text) if is_whole else _MOST_OF_A_PART)
         parts.append(f"[[{text}]]" if is_trained else text)
-    rest = ["…"] if len(parts) > _MOST_PARTS else []
-    return f"({len(sample.token_ids)} tokens, [[trained]]): " + "".join([*parts[:_MOST_PARTS], *rest])
+    most = len(parts) if is_whole else _MOST_PARTS
+    rest = ["…"] if len(parts) > most else []
+    return f"({len(sample.token_ids)} tokens, [[trained]]): " + "".join([*parts[:most], *rest])
 
 
 def take_survey(config: SupervisedCommand) -> Survey:
@@ -127,6 +142,9 @@ def take_survey(config: SupervisedCommand) -> Survey:
         fingerprint = fingerprint_samples(training) if config.dry_run else ""
     check_lengths(config, training, held_out)
     found = survey_of(training, len(held_out), tokenizer)
+    if config.dry_run and config.sample:
+        first = _row_as_text(config.sample, chain(training, held_out), config.data.label, tokenizer)
+        found = msgspec.structs.replace(found, first=first)
     return msgspec.structs.replace(found, notes=notes, fingerprint=fingerprint)
 
 

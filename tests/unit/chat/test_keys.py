@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.chat.masking import Chat, Encoded, encode_chat
 from holdfast.chat.messages import bare
 from holdfast.chat.written import _with
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.errors import DataError
 from holdfast.trainer.data.formats import ANSWER_FORMATS, PAIR_FORMATS, SAMPLE_FORMATS, find_format
 from tests.unit.chat.test_tool_calls import asking, call, tokenizer_of

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from holdfast.chat.masking import Chat, encode_chat
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.errors import DataError, EnvironmentFailure
 from holdfast.orchestrator.env.guard import prompt_ids_of
 from holdfast.orchestrator.env.interface import Task

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from docs_tools.listing import texts_of
+from holdfast.chat.tokenizer import load_tokenizer
 from holdfast.config import (
     DpoConfig,
     EvaluateConfig,
@@ -26,7 +27,8 @@ from holdfast.config.algorithm import DistillationConfig
 from holdfast.config.base import Command, ModelConfig
 from holdfast.config.load import read_toml, to_toml
 from holdfast.config.resolved import fingerprint
-from tests.builders.toy import ENVIRONMENTS
+from holdfast.config.rl import hand_down_shared
+from tests.builders.toy import ENVIRONMENTS, MODEL
 from tests.conftest import ROOT
 
 COMMANDS = (SftConfig, DpoConfig, RewardTrainingConfig, RlConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
@@ -46,6 +48,36 @@ def fields_below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
         yield f"{prefix}{name}", info
         for section in models_in(info.annotation):
             yield from fields_below(section, f"{prefix}{name}.")
+
+
+def test_a_chat_template_of_its_own_is_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
+    (template := tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    config = hand_down_shared(
+        RlConfig.model_validate(
+            {"model": {"name": MODEL, "chat_template": str(template)}, "orchestrator": {"environments": ENVIRONMENTS}}
+        )
+    )
+    parts = [config.trainer.model, config.orchestrator.model, config.inference.model]
+    (name,) = {part.tokenizer_name for part in parts}
+    own, original = load_tokenizer(name), load_tokenizer(MODEL)
+    assert own.decode(own.prompt([{"role": "user", "content": "ab"}])) == "<ab>"
+    assert own.stop_token_ids == original.stop_token_ids and own.encode("dog") == original.encode("dog")
+    again = RlConfig.model_validate_json(config.model_dump_json())
+    template.write_text("{{ messages }}")
+    assert RlConfig.model_validate_json(again.model_dump_json()).orchestrator.model.tokenizer_name == name
+    assert ModelConfig(name=MODEL, chat_template=str(template)).tokenizer_name != name
+    (Path(name) / "tokenizer.json").write_text("{")  # as a full disk leaves it
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    assert ModelConfig(name=MODEL, chat_template=str(template)).tokenizer_name == name
+    assert load_tokenizer(name).encode("dog") == original.encode("dog")
+    assert [path.name for path in (tmp_path / "cache" / "tokenizers").glob(".*")] == []
+    for given, said in (
+        ({"name": "some/model"}, "hf download some/model"),
+        ({"name": MODEL}, "no.jinja: No such file"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            ModelConfig.model_validate(given | {"chat_template": str(tmp_path / "no.jinja")})
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from holdfast.config import DpoConfig, RewardTrainingConfig
 from holdfast.config.algorithm import CriticConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.config.policy_losses import PolicyLossConfig
-from holdfast.config.training import SftDataConfig
 from holdfast.protocol.rollouts import Sampling
 from holdfast.trainer.data.packing import MicroBatch, Sample, to_device
 from holdfast.trainer.mesh import Mesh, Sums

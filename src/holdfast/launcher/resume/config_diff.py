@@ -192,8 +192,11 @@ def find_inputs(trainer: TrainingCommand, orchestrator: OrchestratorConfig | Non
         files |= {f"{key}, {path.name}": path for path in files_of_model(Path(model), has_weights=is_fresh)}
     if isinstance(trainer, SupervisedCommand):
         with suppress(DataError):  # who loads the data refuses them
-            data = find_files(trainer.data.name, key="data.name", split=getattr(trainer.data, "split", None))
-            files |= {f"data.name, {file.label}": file.path for file in data or ()}
+            for source in trainer.data.sources:
+                data = find_files(source.name, key="data.name", split=source.split)
+                # Files of several sources may have the same name.
+                owner = "data.name" if source.name == trainer.data.name else f"data.mix, {source.name}"
+                files |= {f"{owner}, {file.label}": file.path for file in data or ()}
     for key, name in _functions(trainer):
         if (path := file_of_object(name)) is not None:
             files[f"{key} = {name}"] = path

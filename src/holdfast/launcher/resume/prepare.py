@@ -21,7 +21,7 @@ from holdfast.config.marks import Mark, has_mark
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.config.resolved import is_free
 from holdfast.config.rl_trainer import TrainerConfig
-from holdfast.config.training import SupervisedCommand, TrainingCommand, schedule_end
+from holdfast.config.training import LoraConfig, SupervisedCommand, TrainingCommand, schedule_end
 from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, RunDirError, StorageError
 from holdfast.launcher.resume.attempt import (
     CONFIG_NAME,
@@ -363,10 +363,10 @@ def _require_reference(trainer: TrainingCommand) -> None:
 def _refuse_own_weights(run_dir: RunDir, trainer: TrainingCommand, *, clean: bool) -> None:
     """Refuse models of this directory for a fresh start, which moves them or, with --clean, removes them."""
     cleared = [run_dir.path / name for name in OF_RUN] if clean else [run_dir.checkpoints, run_dir.weights]
-    used = {**models_of(trainer, is_fresh=True), "model.tokenizer": trainer.model.tokenizer_name}
+    used = [*models_of(trainer, is_fresh=True).items(), ("model.tokenizer", trainer.model.tokenizer_name)]
     if isinstance(trainer, SupervisedCommand):
-        used["data.name"] = trainer.data.name
-    for key, name in used.items():
+        used += [(trainer.data.key, source.name) for source in trainer.data.sources]
+    for key, name in used:
         if any(Path(name).resolve().is_relative_to(directory.resolve()) for directory in cleared):
             raise ConfigError(
                 f"{key} = {name} lies in {run_dir.path}, which a fresh start clears. "
@@ -378,9 +378,11 @@ def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
     """Refuse weights of other sizes than the model's, and adapters of another strength, by the files beside them: the
     trainer would find out too late, or never."""
     lora, settings, kind = trainer.model.lora, path / TRAINER_DIR / CONFIG_NAME, kind_of(path)
-    wanted = found = lora and {"rank": lora.rank, "alpha": lora.alpha}
+    wanted = found = lora and {"rank": lora.rank, "alpha": lora.plain_alpha}
     if settings.is_file():
         found = read_settings(settings).get("model", {}).get("lora")
+        if found and "alpha" in found:
+            found |= {"alpha": LoraConfig.model_validate(found).plain_alpha}
     elif kind is Kind.ADAPTER:
         found = {"rank": (scaling := read_scaling(path)).r, "alpha": scaling.alpha}
     elif kind in (Kind.WEIGHTS, Kind.HUGGING_FACE):

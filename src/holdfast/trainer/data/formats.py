@@ -23,7 +23,7 @@ from holdfast.chat.messages import (
     with_system,
 )
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.errors import DataError
 from holdfast.trainer.data.rows import Row
 

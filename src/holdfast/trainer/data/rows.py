@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.errors import DataError
 from holdfast.run.rows import Row as Row
 

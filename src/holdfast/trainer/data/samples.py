@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from holdfast.chat.tokenizer import Tokenizer
 from holdfast.chat.tokenizer import load_tokenizer as load_orchestrator_tokenizer
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import LEAST_SHARE, MixedDataConfig, SftDataConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.process.events import report
 from holdfast.run.data_files import find_files, left_out
@@ -38,6 +38,8 @@ from holdfast.trainer.data.tokenizing import (
     FEW_ROWS,
     CachedSamples,
     ChosenSamples,
+    JoinedSamples,
+    TrainedSamples,
     cache_directory,
     cache_key,
     make_cached,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 _TELL_S = 10.0
 _CHECKED_ROWS = 3
+_BLOCK = round(1 / LEAST_SHARE)
 _Work = Generator[None, None, str | None]
 
 
@@ -190,11 +193,12 @@ def _run_together(work: _Work | None, mesh: Mesh | None) -> list[str | None]:
 
 
 class SampleOrder:
-    """The endless order in which samples are trained."""
+    """The endless order in which samples are trained. `more`: numbers beside the seed, which make another order."""
 
-    def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, num_samples: int, *, seed: int, shuffle: bool, more: tuple[int, ...] = ()) -> None:
         self.num_samples = num_samples
         self._seed = seed
+        self._more = more
         self._shuffle = shuffle
         self._epoch = -1
         self._permutation = np.arange(num_samples)
@@ -203,13 +207,56 @@ class SampleOrder:
         """Return the index of the sample at global position `position`."""
         epoch, place = divmod(position, self.num_samples)
         if self._shuffle and epoch != self._epoch:
-            self._permutation = np.random.default_rng([self._seed, epoch]).permutation(self.num_samples)
+            self._permutation = np.random.default_rng([self._seed, epoch, *self._more]).permutation(self.num_samples)
             self._epoch = epoch
         return int(self._permutation[place])
 
     def batch(self, position: int, size: int) -> list[int]:
         """Return the indices of the next `size` samples from `position`; may cross an epoch."""
         return [self.at(place) for place in range(position, position + size)]
+
+
+class MixedOrder:
+    """The endless order in which samples of several sources are trained.
+
+    Every thousand positions hold each source as often as its weight says, in an order of their own. Each source is
+    trained in its own `SampleOrder`. The order is a function of seed and position.
+
+    Args:
+        sizes: samples of each source; their indices follow each other.
+        weights: of each source.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+        self._orders = [SampleOrder(size, seed=seed, shuffle=shuffle, more=(n,)) for n, size in enumerate(sizes, 1)]
+        self._begins = np.cumsum([0, *sizes])
+        self._seed = seed
+        exact = np.array(weights) / sum(weights) * _BLOCK
+        self._counts = np.floor(exact + 1e-9).astype(int)
+        self._counts[np.argsort(self._counts - exact, kind="stable")[: _BLOCK - self._counts.sum()]] += 1
+        self._block = -1
+
+    def at(self, position: int) -> int:
+        """Return the index of the sample at global position `position`."""
+        block, place = divmod(position, _BLOCK)
+        if block != self._block:
+            self._sources = np.repeat(np.arange(len(self._counts)), self._counts)
+            np.random.default_rng([self._seed, block, _BLOCK]).shuffle(self._sources)
+            self._block = block
+        source = int(self._sources[place])
+        before = block * int(self._counts[source]) + int((self._sources[:place] == source).sum())
+        return int(self._begins[source]) + self._orders[source].at(before)
+
+    def batch(self, position: int, size: int) -> list[int]:
+        """Return the indices of the next `size` samples from `position`."""
+        return [self.at(place) for place in range(position, position + size)]
+
+
+def order_of(samples: Sequence[object], config: SftDataConfig, *, seed: int) -> SampleOrder | MixedOrder:
+    """Return the order in which `samples` are trained."""
+    if isinstance(samples, JoinedSamples) and isinstance(config, MixedDataConfig):
+        return MixedOrder(samples.sizes, [*config.mix.values()], seed=seed, shuffle=config.shuffle)
+    return SampleOrder(len(samples), seed=seed, shuffle=config.shuffle)
 
 
 def fingerprint_samples(samples: Sequence[Sample]) -> str:
@@ -325,10 +372,23 @@ def _probe_chat(tokenizer: Tokenizer) -> list[int] | str:
 
 def load_samples(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, mesh: Mesh | None = None
-) -> tuple[Sequence[Sample], Sequence[Sample]]:
-    """Return (training samples, validation samples), tokenised. Raise ConfigError or DataError if the dataset is
-    missing, lacks columns, or has a row that cannot be used. `mesh`: the ranks, if there are several: all get all
-    samples. Collective then."""
+) -> tuple[TrainedSamples, TrainedSamples]:
+    """Return (training samples, validation samples), tokenised, of all sources. Raise ConfigError or DataError if a
+    dataset is missing, lacks columns, or has a row that cannot be used. `mesh`: the ranks, if there are several: all
+    get all samples. Collective then."""
+    parts = [_load_source(source, tokenizer, seed=seed, mesh=mesh) for source in config.sources]
+    if len(parts) == 1:
+        return parts[0]
+    training, held_out = zip(*parts, strict=True)
+    if mesh is None or mesh.is_main:
+        counts = ", ".join(f"{source.name} {len(own):,}" for source, own in zip(config.sources, training, strict=True))
+        report("mixing", text=f"samples of each source: {counts}")
+    return JoinedSamples(training), JoinedSamples(held_out)
+
+
+def _load_source(
+    config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, mesh: Mesh | None
+) -> tuple[ChosenSamples, ChosenSamples]:
     samples, _ = read_samples(config, chat_tokenizer(tokenizer), SAMPLE_FORMATS, mesh=mesh)
     lengths, first_targets = sizes_of(samples)
     is_too_long = lengths > config.seq_len

@@ -43,7 +43,7 @@ from holdfast.chat import masking, messages, template, written
 from holdfast.chat import tokenizer as chat_tokenizer
 from holdfast.chat.masking import Encoded
 from holdfast.chat.template import template_date
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.errors import DataError, ProcessDied
 from holdfast.process.child import available_cores, die_with_parent
 from holdfast.process.events import Counted, report
@@ -311,7 +311,46 @@ class SampleTable(_Samples):
         return Sample(ids[start:end], mask[start:end], value=float(values[own]), row=int(rows[own]))
 
 
-class ChosenSamples(_Samples):
+class TrainedSamples(_Samples):
+    """Samples as they are trained, with their lengths."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> np.ndarray:
+        """Tokens of each."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+class JoinedSamples(TrainedSamples):
+    """The samples of several sources, one source after the other.
+
+    Attributes:
+        parts: the samples of each source.
+        sizes: their numbers.
+    """
+
+    def __init__(self, parts: Sequence[TrainedSamples]) -> None:
+        self.parts = parts
+        self.sizes = [len(part) for part in parts]
+        self._ends = np.cumsum(self.sizes)
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([part.lengths for part in self.parts])
+
+    def _at(self, place: int) -> Sample:
+        part = int(np.searchsorted(self._ends, place, side="right"))
+        return self.parts[part][place - (int(self._ends[part]) - self.sizes[part])]
+
+
+class ChosenSamples(TrainedSamples):
     """Some of the samples of a sequence, each cut to a length.
 
     Args:
@@ -329,13 +368,7 @@ class ChosenSamples(_Samples):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each."""
         return np.minimum(sizes_of(self._samples)[0][self._places], self._most)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all of them."""
-        return int(self.lengths.sum(dtype=np.int64))
 
     def _at(self, place: int) -> Sample:
         sample = self._samples[int(self._places[place])]

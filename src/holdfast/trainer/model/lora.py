@@ -1,7 +1,8 @@
 """LoRA: adapters in a transformers model, and the merged model.
 
 peft puts factors A and B beside each chosen linear layer, which then computes W x + alpha / rank * B A x (Hu et al.
-2021, https://arxiv.org/abs/2106.09685, section 4.1). W stays as it is. In memory the tensors are called
+2021, https://arxiv.org/abs/2106.09685, section 4.1; with `use_rslora` alpha / sqrt(rank), Kalajdzievski 2023,
+https://arxiv.org/abs/2312.03732). W stays as it is. In memory the tensors are called
 `q_proj.base_layer.weight` and `q_proj.lora_A.default.weight`; in files `q_proj.weight` and `q_proj.lora_A.weight`.
 
 Shape legend: O outputs and I inputs of a linear layer, R rank.
@@ -28,6 +29,7 @@ from holdfast.run.weights import (
     BASE_NAME,
     PEFT_PREFIX,
     Base,
+    Scaling,
     adapted_matrices,
     tensors_digest,
 )
@@ -51,6 +53,7 @@ def inject_adapters(hf_model: PreTrainedModel, config: LoraConfig) -> None:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # fractions work
         lora_dropout=config.dropout,
+        use_rslora=config.use_rslora,
         target_modules=_target_modules(hf_model, config),
         task_type="SEQ_CLS" if scores else "CAUSAL_LM",
     )
@@ -143,7 +146,8 @@ def whole_tensors(
     """
     factors, buffers = adapter_parameters(hf_model), dict(hf_model.named_buffers())
     matrices = adapted_matrices(factors)
-    scale = _peft_config_of(hf_model).lora_alpha / _peft_config_of(hf_model).r if factors else 0.0
+    found = _peft_config_of(hf_model) if factors else None
+    scale = Scaling(found.r, found.lora_alpha, found.use_rslora).scale if found is not None else 0.0
     for name, tensor in base_tensors(hf_model).items():
         pair = [_whole(factors[factor].detach()) for factor in matrices.get(name, ())]
         wanted = tensor.dtype if dtype is None or name in buffers else dtype

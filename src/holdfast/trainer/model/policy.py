@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from holdfast.config.training import SftDataConfig, TrainedModelConfig
+from holdfast.config.data import SftDataConfig
+from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import DataError
 from holdfast.process.heartbeat import moved
 from holdfast.trainer.data.packing import MicroBatch, PackedIndex, Sample, build_micro_batch, plan_rows

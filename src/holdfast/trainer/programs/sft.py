@@ -14,12 +14,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from holdfast.config import SftConfig
-from holdfast.config.training import SftDataConfig, SupervisedCommand, learning_rate
+from holdfast.config.data import SftDataConfig
+from holdfast.config.training import SupervisedCommand, learning_rate
 from holdfast.process.events import Counted, report
 from holdfast.run.metrics import read_metrics
 from holdfast.trainer.checkpoint.commit import Attachment
 from holdfast.trainer.data.packing import Sample, build_micro_batch
-from holdfast.trainer.data.samples import SampleOrder, fingerprint_samples, load_samples
+from holdfast.trainer.data.samples import fingerprint_samples, load_samples, order_of
 from holdfast.trainer.mesh import Mesh, Sums
 from holdfast.trainer.model.decoder import reshard
 from holdfast.trainer.model.policy import WATCHED, Policy, build_policy, plan_samples, predict, supervised_step, watched
@@ -84,7 +85,7 @@ def train_on_rows(
         attachments: what makes further files of every checkpoint, by path in it.
     """
     model, progress, saver = session.policy, session.progress, session.saver
-    order = SampleOrder(len(training), seed=config.seed, shuffle=config.data.shuffle)
+    order = order_of(training, config.data, seed=config.seed)
     report("training", step=progress.step, max_steps=config.max_steps)
     stopwatch = Stopwatch(session.profiler)
     metrics: dict[str, float] = {}

@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 from holdfast.chat.masking import Chat, encode_chat, encode_completion, encode_text
 from holdfast.chat.template import _tell_the_date
 from holdfast.chat.tokenizer import Tokenizer, _warn_of_what_is_left_out
-from holdfast.config.training import SftDataConfig
+from holdfast.config.data import SftDataConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.orchestrator.env.interface import Session
 from holdfast.orchestrator.env.tools import Tool

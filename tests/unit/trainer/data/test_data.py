@@ -19,14 +19,23 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import DpoConfig, RewardTrainingConfig, SftConfig
+from holdfast.config.data import MixedDataConfig, SftDataConfig
 from holdfast.config.preference import PreferenceDataConfig
-from holdfast.config.training import SftDataConfig, SupervisedCommand
+from holdfast.config.training import SupervisedCommand
 from holdfast.errors import DataError, HoldfastError, ProcessDied
 from holdfast.run.inputs import Survey
 from holdfast.trainer.data import tokenizing
 from holdfast.trainer.data.formats import SAMPLE_FORMATS, find_format
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.data.samples import SampleOrder, chat_tokenizer, fingerprint_samples, load_samples, load_tokenizer
+from holdfast.trainer.data.samples import (
+    MixedOrder,
+    SampleOrder,
+    chat_tokenizer,
+    fingerprint_samples,
+    load_samples,
+    load_tokenizer,
+    order_of,
+)
 from holdfast.trainer.data.tokenizing import workers_of_this_rank
 from holdfast.trainer.preference.pairs import load_pairs
 from holdfast.trainer.survey import take_survey, tell_data
@@ -178,6 +187,66 @@ def test_epochs_and_seeds_differ() -> None:
     order = SampleOrder(50, seed=0, shuffle=True)
     first, second = order.batch(0, 50), order.batch(50, 50)
     assert first != second != list(range(50)) and SampleOrder(50, seed=1, shuffle=True).batch(0, 50) != first
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4), weights=st.data(), seed=st.integers(0, 99),
+    shuffle=st.booleans(),
+)  # fmt: skip
+def test_a_mix_has_each_source_by_its_weight_in_its_own_order(
+    sizes: list[int], weights: st.DataObject, seed: int, shuffle: bool
+) -> None:
+    shares = weights.draw(st.lists(st.floats(0.01, 9), min_size=len(sizes), max_size=len(sizes)))
+    order = MixedOrder(sizes, shares, seed=seed, shuffle=shuffle)
+    taken = order.batch(0, 2000)
+    assert MixedOrder(sizes, shares, seed=seed, shuffle=shuffle).batch(1337, 5) == taken[1337:1342]
+    begin = 0
+    for size, share in zip(sizes, shares, strict=True):
+        own = [index - begin for index in taken if begin <= index < begin + size]
+        exact = 1000 * share / sum(shares)
+        for block in (taken[:1000], taken[1000:]):
+            assert abs(sum(begin <= index < begin + size for index in block) - exact) <= 1
+        for first in range(0, len(own) - size + 1, size):
+            epoch = own[first : first + size]
+            assert sorted(epoch) == list(range(size)) and (shuffle or epoch == list(range(size)))
+        begin += size
+
+
+def test_sources_are_mixed_and_told_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for name, count in (("a", 12), ("b", 4)):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": ">", "completion": f"{name}{k:02}"} for k in range(count)])
+    names = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    config = MixedDataConfig(mix={names[0]: 1, names[1]: 3}, validation_fraction=0.25)
+    training, held_out = load_samples(config, tokenizer, seed=0)
+    assert [len(training), len(held_out)] == [12, 4] and training.num_tokens == sum(
+        len(one.token_ids) for one in training
+    )
+    texts = [trained_text(one, tokenizer) for one in training]
+    assert [text[0] for text in texts] == ["a"] * 9 + ["b"] * 3 and len({*texts}) == 12
+    order = order_of(training, config, seed=0).batch(0, 1000)
+    assert sum(texts[index].startswith("b") for index in order) == 750
+    for mix, said in (({names[0]: 0}, "above 0"), ({names[0]: 1, names[1]: 5000}, "less than 0.001 of all samples")):
+        with pytest.raises(ValueError, match=said):
+            MixedDataConfig(mix=mix)
+    with pytest.raises(ValueError, match="put the name into mix"):
+        MixedDataConfig(mix={names[0]: 1}, name=names[1])
+
+
+@pytest.mark.parametrize("config", [SftConfig, DpoConfig])
+def test_a_dry_run_shows_the_row_that_is_asked_for(config: type[SupervisedCommand], tmp_path: Path) -> None:
+    rows = Path(DATA if config is SftConfig else PAIRS).read_text().splitlines()[:6]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*rows[:2], "{", *rows[2:]]) + "\n")
+    data = {"name": str(path), "validation_fraction": 0.5, "on_bad_row": "drop"}
+    asked = config.model_validate({"model": {"name": MODEL}, "data": data, "dry_run": True, "sample": 5})
+    row = json.loads(rows[3])
+    answers = row["completion"] if config is SftConfig else row["chosen"] + row["rejected"]
+    shown = take_survey(asked).first
+    assert len(shown) == len(answers) and all(" of row 5" in name for name in shown)
+    assert all(f"[[{answer['content']}" in text for answer, text in zip(answers, shown.values(), strict=True))
+    for missing in (3, 9):
+        with pytest.raises(DataError, match=f"nothing of row {missing} of "):
+            take_survey(asked.model_copy(update={"sample": missing}))
 
 
 @pytest.mark.parametrize(("config", "kind", "samples"), [

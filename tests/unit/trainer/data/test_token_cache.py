@@ -14,8 +14,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase as HfTokenizer
 
 from holdfast.chat.tokenizer import Tokenizer
+from holdfast.config.data import SftDataConfig
 from holdfast.config.preference import PreferenceDataConfig
-from holdfast.config.training import SftDataConfig
 from holdfast.errors import DataError
 from holdfast.process.child import DATE_ENV
 from holdfast.process.scratch import scratch_name

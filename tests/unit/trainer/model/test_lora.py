@@ -201,7 +201,7 @@ def test_adapters_of_ours_and_of_peft_are_warm_starts_of_adapted_models_alone(
     with pytest.raises(CheckpointError, match="holds no LoRA adapter, and with model.lora nothing else is loaded"):
         load_weights_only(fresh, directory)
     plain = build_policy(TrainedModelConfig(name=str(tiny_model())), mesh, seed=0)
-    with pytest.raises(CheckpointError, match="holds a LoRA adapter and no weights"):
+    with pytest.raises(CheckpointError, match="holds a LoRA adapter, and weights are needed"):
         load_weights_only(trained_tensors(plain.hf_model), tmp_path / "step_1")
 
 
@@ -236,7 +236,8 @@ def test_every_setting_of_peft_is_refused_or_computes_what_peft_does(
         layers = sorted({key.split(".lora_")[0].removeprefix("base_model.model.") for key in lora_keys})
         try:
             scaling = read_scaling(tmp_path)
-            policy = build(rank=scaling.r, alpha=scaling.alpha, target_modules=layers)
+            lora = {"alpha": scaling.lora_alpha, "use_rslora": scaling.use_rslora}
+            policy = build(rank=scaling.r, target_modules=layers, **lora)
             load_weights_only(trained_tensors(policy.hf_model), tmp_path)
         except (CheckpointError, DataError) as error:
             assert name in str(error) or "does not fit this model" in str(error), error
