@@ -234,12 +234,6 @@ def test_the_harness_of_their_page_asks_twice(documented: Checkout) -> None:
     assert scores_of(Asked(), task, session) == [0.5]
 
 
-def test_an_environment_can_be_tried_without_a_model(documented: Checkout) -> None:
-    tried = subprocess.run([sys.executable, "try_shout.py"], capture_output=True, text=True)
-    assert tried.returncode == 0, tried.stderr
-    assert len(tried.stdout.splitlines()) == 3 and tried.stdout.count("reward=1.0") == 3
-
-
 def test_the_table_of_exit_codes_is_whole() -> None:
     page = (ROOT / "docs" / "files.md").read_text()
     table = page.partition("\n## Exit codes\n")[2].partition("\n## ")[0]
