@@ -201,17 +201,6 @@ def test_weights_that_cannot_be_read_change_nothing_and_are_told_apart(client: C
     assert client.generate() == before
 
 
-def test_good_manifest_and_repeated_output_layer_are_accepted(client: Client, tmp_path: Path) -> None:
-    directory = tmp_path / "weights"
-    shutil.copytree(client.models / "b", directory)
-    tensors = load_file(directory / "model.safetensors")
-    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    commit(directory, "weights", client.version + 1)
-    assert client.push(directory).status_code == 200
-    _assert_logprobs(client.models / "b", client.generate())
-
-
 def _wait_for_tokens(client: Client, count: float) -> None:
     """Wait until the server has sampled so many tokens since its start."""
     wait_until(lambda: client.metric("holdfast_generated_tokens_total") >= count, "more tokens")

@@ -33,26 +33,6 @@ def owner(ownership: Ownership) -> str | None:
     return None if status is None else status.run_id
 
 
-def test_an_owned_server_refuses_the_weights_of_others(ownership: Ownership, clock: Clock) -> None:
-    ownership.claim(MINE)
-    clock.now += LEASE_S
-    for intruder in (OTHER, None):
-        with pytest.raises(RequestError, match=r"owned by the run in node:/mine \(run mine, last heard of 90 s") as no:
-            ownership.claim(intruder)
-        assert (no.value.status, no.value.code) == (409, "owned")
-    assert owner(ownership) == "mine"
-
-
-def test_a_silent_run_owns_it_no_more(ownership: Ownership, clock: Clock) -> None:
-    ownership.claim(MINE)
-    clock.now += LEASE_S + 0.1
-    assert ownership.status() is None
-    ownership.claim(OTHER)
-    assert owner(ownership) == "other"
-    with pytest.raises(RequestError, match="owned by the run in node:/other"):
-        ownership.claim(MINE)
-
-
 def test_every_sign_of_life_of_the_owner_counts_and_of_nobody_else(ownership: Ownership, clock: Clock) -> None:
     ownership.claim(MINE)
     clock.now += 60

@@ -390,15 +390,6 @@ def test_a_directory_in_the_place_of_a_file_is_named(name: str, committed: Path)
     assert f"{committed / name}" in damage(committed)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"format": 2}', b"\xff\xfe"])
-def test_a_torn_manifest_or_none_is_no_commit(content: bytes, committed: Path) -> None:
-    assert is_committed(committed)
-    (committed / MANIFEST_NAME).write_bytes(content)
-    assert not is_committed(committed) and str(committed / MANIFEST_NAME) in damage(committed)
-    (committed / MANIFEST_NAME).unlink()
-    assert not is_committed(committed) and "never committed" in damage(committed)
-
-
 def test_a_manifest_of_another_format_is_refused(committed: Path) -> None:
     path = committed / MANIFEST_NAME
     path.write_text(path.read_text().replace('"format": 2', '"format": 3'))

@@ -1,6 +1,5 @@
 """When the training programs save, and where: by steps, by minutes, at the end, and when a signal asks."""
 
-import logging
 import os
 import signal
 import threading
@@ -279,24 +278,6 @@ def test_an_upload_that_failed_for_good_stops_the_loop_or_is_logged(
         assert loop.step() is not None and ".distcp is damaged" in caplog.text
     loop.settle()
     storage.close(HANG_S)
-
-
-def test_a_failed_save_stops_the_loop_at_the_next_step_or_is_logged(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(manifest, "write_manifest", no_space)
-    loop = start(interval=2)
-    with pytest.raises(SaveError, match="No space left"):
-        for _ in range(4):
-            loop.step()
-            loop.settle()
-    assert loop.counter["step"] in (2, 3)
-    loop = start(interval=2, on_failure="warn")
-    for _ in range(MAX_STEPS):
-        loop.step()
-    assert sum(record.levelno == logging.ERROR for record in caplog.records) >= 3
-    with pytest.raises(SaveError, match="step 7"):
-        loop.saver.close()
 
 
 @pytest.mark.usefixtures("restored_signals")

@@ -274,15 +274,6 @@ def test_buffers_are_reused_and_no_second_plan_is_made(
     assert not pointers[0] & pointers_of(state.tensors()) and same(loaded(run_dir, make_state, 3), saved)
 
 
-def fails_for(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """As `original`, but fails for paths that end with `name`."""
-
-    def maybe(path: Any, *args: Any, **options: Any) -> Any:
-        return fails() if str(path).endswith(name) else original(path, *args, **options)
-
-    return maybe
-
-
 def half_written(write: Callable[..., int]) -> Callable[..., int]:
     """As `os.write` on a disk that has room for 64 KiB of each call's first 4 KiB more."""
     left = [20_000]
@@ -296,17 +287,9 @@ def half_written(write: Callable[..., int]) -> Callable[..., int]:
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "making the directory": lambda patch: patch.setattr(atomic, "make_directory", fails),
-    "opening a shard": lambda patch: patch.setattr(dcp.os, "open", fails_for(".distcp", os.open)),
     "writing a shard": lambda patch: patch.setattr(dcp.os, "write", half_written(os.write)),
     "fsync of a shard": lambda patch: patch.setattr(os, "fsync", raising(OSError(errno.EIO, "Input/output error"))),
-    "writing the index": lambda patch: patch.setattr(FileSystemWriter, "finish", fails),
-    "writing generators": lambda patch: patch.setattr(Path, "write_bytes", fails_for("rank_0.json", Path.write_bytes)),
-    "writing counters": lambda patch: patch.setattr(Path, "write_bytes", fails_for("progress.json", Path.write_bytes)),
     "checksums": lambda patch: patch.setattr(manifest, "describe_files", fails),
-    "flushing": lambda patch: patch.setattr(atomic, "fsync_tree", fails),
-    "writing the manifest": lambda patch: patch.setattr(manifest, "write_manifest", fails),
-    "renaming": lambda patch: patch.setattr(atomic, "publish_directory", fails),
 }
 
 
