@@ -68,7 +68,7 @@ def programs(model: Path) -> dict[str, TrainingCommand]:
         "sft": plain,
         "sft in bfloat16": sft(model, model={"dtype": "bfloat16"}),
         "compact": sft(model, optim={"moments_dtype": "bfloat16"}),
-        "dpo": DpoConfig(**both, data=plain.data.model_dump() | {"seq_len": 128}),  # type: ignore[arg-type]
+        "dpo": DpoConfig(**both, data=plain.data.model_dump(exclude={"mix"}) | {"seq_len": 128}),  # type: ignore[arg-type]
         "rl": TrainerConfig(**both, row_tokens=512),  # type: ignore[arg-type]
         "lora": sft(model, model={"lora": {"rank": 4}}),
     }

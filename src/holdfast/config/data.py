@@ -73,7 +73,7 @@ class SftDataConfig(Section):
 
     @property
     def label(self) -> str:
-        """What messages call the data."""
+        """The name of the data in messages."""
         return self.name
 
     @property

@@ -83,7 +83,7 @@ def open_source(path: Path, kind: Kind) -> Source:
         return DcpSource(path / TRAINER_DIR)
     if kind is Kind.DCP:
         return DcpSource(path)
-    adapter = path / "adapter_model.safetensors"  # merged weights may lie beside it
+    adapter = path / "adapter_model.safetensors"  # merged weights may be beside it
     if kind is Kind.ADAPTER and adapter.is_file():
         return SafetensorsSource([adapter])
     return SafetensorsSource([path] if kind is Kind.TENSORS else _files_of(path))

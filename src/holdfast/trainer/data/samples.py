@@ -29,8 +29,7 @@ from holdfast.errors import ConfigError, DataError
 from holdfast.process.events import report
 from holdfast.run.data_files import find_files, left_out
 from holdfast.run.rows import Rows, read_rows
-from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, has_format
-from holdfast.trainer.data.mistaken import refuse_mistaken
+from holdfast.trainer.data.formats import SAMPLE_FORMATS, Format, find_format, has_format, refuse_mistaken
 from holdfast.trainer.data.remarks import lines_of, tell, tell_samples
 from holdfast.trainer.data.rows import BadRows, Sample
 from holdfast.trainer.data.same_tokens import differences, differences_at_borders, texts_of_rows, way_out
