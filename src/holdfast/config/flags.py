@@ -1,14 +1,19 @@
 """The settings of a command as flags: their names, and the text that the words of a command line give them.
 
 --trainer.optim.lr 1e-5   --no-data.pack   --ckpt   --orchestrator.environments '[{"id": "reverse_text"}]'
+
+An item of a list of sections has flags by its number or name: --orchestrator.environments.0.args.path rows.jsonl. A
+list has one source, the flags, the variables or the last file that gives it, and the flag changes a copy of that.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
@@ -20,7 +25,7 @@ from holdfast.config.by_type import ByType, by_type
 from holdfast.config.files import holds, object_of
 from holdfast.config.help import hint
 from holdfast.config.marks import models_in
-from holdfast.errors import ConfigError, masked
+from holdfast.errors import ConfigError, masked, nearest
 
 _MOST_CHARACTERS = 300
 
@@ -223,3 +228,81 @@ def cut(text: str) -> str:
     """Return a text of the user for a message: cut, and without passwords."""
     text = masked(text)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} … ({len(text)} characters)"
+
+
+@dataclass(frozen=True)
+class ItemFlag:
+    """A flag `name` of an item of the list `key`; `place`: what comes after the key, `ITEM.SETTING`."""
+
+    name: str
+    key: str
+    model: type[BaseModel]
+    place: str
+    text: str
+
+    def change(self, items: Any) -> tuple[list[Any], str]:
+        """Return a copy of the list with the setting, and the dotted key of the setting. Raise ConfigError if there is
+        no such item."""
+        changed: list[Any] = [{"type": item} if isinstance(item, str) else item for item in copy.deepcopy(items or [])]
+        number, setting = self._find(changed)
+        known = flags_of(self.model).get(f"--{setting.replace('_', '-')}")
+        path = known.key.split(".") if known is not None else setting.split(".")
+        section: Any = changed[number]
+        for part in path[:-1]:
+            if not isinstance(section.get(part), dict):
+                section[part] = {}
+            section = section[part]
+        section[path[-1]] = known.value_of(self.text, self.name) if known is not None else _value_of(self.text)
+        return changed, ".".join([self.key, str(number), *path])
+
+    def _find(self, items: list[Any]) -> tuple[int, str]:
+        """Return the number of the item, and the rest of the place."""
+        names = [_label(item) for item in items]
+        for number, name in enumerate(names):
+            for one in (str(number), name):
+                if self.place.startswith(f"{one}."):
+                    return number, self.place[len(one) + 1 :]
+        given = self.place.partition(".")[0]
+        listed = ", ".join(f"{number} ({name})" for number, name in enumerate(names)) or "none"
+        raise ConfigError(
+            f"flag '{self.name}': {self.key} has no item '{given}'.{nearest(given, names)} There are: {listed}"
+        )
+
+
+def _label(item: Any) -> str:
+    found = item if isinstance(item, dict) else {}
+    return str(found.get("name") or found.get("id") or str(found.get("type", "")).rpartition(":")[2])
+
+
+def _value_of(text: str) -> Any:
+    """Return the value of an argument: as JSON if the text is JSON, else the text."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return text
+
+
+def take_items(words: list[str], known: Mapping[str, Flag]) -> tuple[list[ItemFlag], list[str]]:
+    """Return the item flags of a command line, and the words that are left. Raise ConfigError if one has no value."""
+    lists = [(flag, model_in(flag.annotation)) for flag in known.values() if list in flag.kinds]
+    places = {f"{flag.key}.": (flag.key, model) for flag, model in lists if model is not None}
+    items, rest, left = list[ItemFlag](), list[str](), iter(words)
+    for word in left:
+        name, has_value, value = word.partition("=")
+        prefix = next((one for one in places if _key(name).startswith(one)), None)
+        if prefix is None or name in known:
+            rest.append(word)
+            continue
+        text = value if has_value else _next(left, name)
+        items.append(ItemFlag(name, *places[prefix], name.removeprefix("--")[len(prefix) :], text))
+    return items, rest
+
+
+def _key(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
+
+
+def _next(words: Iterator[str], name: str) -> str:
+    value = next(words, "--")
+    if value.startswith("--"):
+        raise ConfigError(f"flag '{name}' needs a value")
+    return value

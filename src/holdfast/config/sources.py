@@ -31,7 +31,7 @@ from pydantic_settings.sources.types import EnvNoneType
 from holdfast.config.base import Command
 from holdfast.config.by_type import with_tables
 from holdfast.config.files import holds, leaves, read_file
-from holdfast.config.flags import Flag, flags_of, model_in, read_flags
+from holdfast.config.flags import Flag, flags_of, model_in, read_flags, take_items
 from holdfast.config.help import VARIABLE_PREFIX, hint, variable_of
 from holdfast.errors import ConfigError
 
@@ -56,6 +56,7 @@ class Sources:
     def __init__(self, command: type[Command], argv: Sequence[str]) -> None:
         known = flags_of(command)
         files, words = _split_files([*argv], known)
+        self._items, words = take_items(words, known)
         self._command = command
         self.flags, self.flag_of = read_flags(words, known)
         self.variables, self.variable_of = _read_variables(command)
@@ -68,6 +69,7 @@ class Sources:
         """Return the settings, read from the sources and validated by the framework. Raise ValidationError for a
         value, ConfigError for a variable that sets nothing."""
         self._check_variables()
+        self._change_items()
         root = _root_of(self._command)
         flags, variables = FlagSource(root, self.flags), EnvironmentSource(root, self.variables)
         files = [FileSource(root, data) for _, data in reversed(self.files)]
@@ -77,6 +79,14 @@ class Sources:
             if not _decides(flags.taken, key):
                 self.decided[key] = self._said(key, self.variable_of, "variable")
         return settings
+
+    def _change_items(self) -> None:
+        """Change items of lists as flags say, and give the lists as flags."""
+        for item in self._items:
+            sources = [self.flags, self.variables, *(data for _, data in reversed(self.files))]
+            found = (_value_at(values, item.key) for values in sources)
+            self.flags[item.key], key = item.change(next((value for value in found if value is not None), None))
+            self.flag_of |= {item.key: self.flag_of.get(item.key, item.name), key: item.name}
 
     @staticmethod
     def _said(key: str, names: Mapping[str, str], kind: str) -> str:
@@ -209,6 +219,14 @@ def _decides(values: Any, key: str) -> bool:
             return False
         values = values[part]
     return True
+
+
+def _value_at(values: Mapping[str, Any], key: str) -> Any:
+    """Return what a source says of a dotted key, as one name or in sections; None if it says nothing."""
+    found: Any = values.get(key, values)
+    for part in key.split(".") if key not in values else ():
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def _above(key: str) -> list[str]:

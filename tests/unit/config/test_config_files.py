@@ -281,6 +281,26 @@ def test_tables_and_words_in_a_list() -> None:
     assert refused("--engine.args", '{"a": {}}', command=InferenceConfig).endswith(" or should be a valid boolean")
 
 
+def test_one_item_of_a_list_is_changed_by_its_number_or_name(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write("rl.toml", "[[orchestrator.environments]]\nid = 'jsonl'\nname = 'a.b'\nargs = { path = 'x' }\n")
+    begin = "--orchestrator.environments"
+    flags = (f"{begin}.0.args.max_rows", "3", f"{begin}.a.b.args.path=1e3.jsonl", f"{begin}.0.group-size", "4")
+    (one,) = rl("@", path, *flags, f"{begin}.a.b.sampling.max_tokens", "5").orchestrator.environments
+    assert (one.args, one.group_size, one.sampling.max_tokens) == ({"path": "1e3.jsonl", "max_rows": 3}, 4, 5)
+    (one,) = rl("@", path, begin, '{"id": "jsonl"}', f"{begin}.jsonl.weight", "2").orchestrator.environments
+    assert (one.label, one.weight) == ("jsonl", 2), "the list of the flag, and not of the file"
+    monkeypatch.setenv("HOLDFAST_ORCHESTRATOR__ENVIRONMENTS", '[{"id": "reverse_text"}, {"id": "jsonl"}]')
+    assert [one.weight for one in rl("@", path, f"{begin}.1.weight", "2").orchestrator.environments] == [1, 2]
+    for flag, said in (
+        ("jsonI.weight", "has no item 'jsonI'. Did you mean 'jsonl'? There are: 0 (reverse_text), 1 (jsonl)"),
+        ("2.weight", "has no item '2'. There are: 0 (reverse_text), 1 (jsonl)"),
+        ("1.weigth", f"flag {begin}.1.weigth: unknown key 'orchestrator.environments.1.weigth'. Did you mean 'weight'"),
+    ):
+        assert said in refused(f"{begin}.{flag}", "2", command=RlConfig)
+    assert refused(f"{begin}.1.weight", command=RlConfig) == f"flag '{begin}.1.weight' needs a value"
+    assert f"flag {begin}.1.weight should be a valid number" in refused(f"{begin}.1.weight=x", command=RlConfig)
+
+
 def test_all_unknown_flags_are_told_at_once() -> None:
     message = refused("--max-stepz", "3", "--unheard-of=4", "--seed", "1", "--another", "--dry-run")
     assert [line.split("'")[1] for line in message.splitlines()] == ["--max-stepz", "--unheard-of", "--another"]
