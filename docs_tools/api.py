@@ -26,6 +26,7 @@ GROUPS = {
     ],
     "Tokens and metrics": ["Tokenizer", "load_tokenizer", "Completion", "TokenIds", "Logprobs", "read_metrics"],
     "Experiment trackers": ["Tracker", "TrackedRun"],
+    "Hooks": ["Hook", "HookReply", "StepView"],
     "Errors": ["HoldfastError", "ConfigError", "DataError", "CheckpointError", "SaveError", "ReadError", "RankLost"],
 }
 """Heading -> the names below it."""

@@ -43,6 +43,7 @@ _NAMES_OF = {
         "SaveError",
     ),
     "run.checkpoints": ("BestMetric", "Retention"),
+    "run.hooks": ("Hook", "HookReply", "StepView"),
     "run.metrics": ("read_metrics",),
     "runs": ("Rows", "Run", "RunFailed", "dpo", "evaluate", "open_run", "reward_model", "rl", "sft"),
     "protocol.rollouts": ("Logprobs", "TokenIds"),

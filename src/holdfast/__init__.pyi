@@ -22,6 +22,7 @@ from holdfast.orchestrator.state import TaskSeed
 from holdfast.protocol.inference import Completion
 from holdfast.protocol.rollouts import Logprobs, TokenIds
 from holdfast.run.checkpoints import BestMetric, Retention
+from holdfast.run.hooks import Hook, HookReply, StepView
 from holdfast.run.metrics import read_metrics
 from holdfast.runs import Rows, Run, RunFailed, dpo, evaluate, open_run, reward_model, rl, sft
 from holdfast.trainer.checkpoint.checkpointer import Checkpointer, load_state_with_optimizer, save_state
@@ -43,6 +44,8 @@ __all__ = [
     "Environment",
     "HarnessEnvironment",
     "HoldfastError",
+    "Hook",
+    "HookReply",
     "Judge",
     "JudgeConfig",
     "Judgement",
@@ -62,6 +65,7 @@ __all__ = [
     "ScoredRollout",
     "Session",
     "SessionFull",
+    "StepView",
     "Task",
     "TaskSeed",
     "TokenIds",

@@ -73,6 +73,7 @@ PLACES: dict[str, str | tuple[str, ...]] = {
         HERE,
         "test_sft_stop.py::test_a_rank_that_is_killed_during_a_save_ends_the_run_which_goes_on_bit_for_bit",
     ),
+    "trainer/hooks.py HookProcess._start": "test_hooks.py::test_hooks_of_a_killed_run_see_each_step_once",
     "trainer/data/tokenizing.py _start_worker":
         "test_data.py::test_a_worker_that_dies_is_named",
     "inference/engine.py _fork_engine": (

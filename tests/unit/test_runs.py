@@ -13,9 +13,11 @@ import pytest
 import holdfast
 from holdfast.config import RlConfig, SftConfig
 from holdfast.config.load import parse_command_line
+from holdfast.config.view import HookConfig
 from holdfast.orchestrator.env.reverse_text import ReverseText
 from holdfast.run.run_dir import RunDir
 from holdfast.runs import Rows, Run, RunFailed, _words
+from tests.runs.own_hooks import Counting
 from tests.unit.commands.test_rollouts_cli import publish
 
 
@@ -35,8 +37,9 @@ def test_keywords_are_the_settings_of_the_command() -> None:
     assert (sft.optim.lr, tuple(sft.optim.betas), sft.ckpt is None, sft.tracking is None) == (
         1e-5, (0.9, 0.99), False, False,
     )  # fmt: skip
-    short = parsed(SftConfig, model=Path("mine"), data="rows.jsonl", max_steps=7)
+    short = parsed(SftConfig, model=Path("mine"), data="rows.jsonl", max_steps=7, hooks=[Counting])
     assert (short.model.name, short.data.name) == ("mine", "rows.jsonl")
+    assert short.hooks == [HookConfig(type="tests.runs.own_hooks:Counting")]
     rl = parsed(
         RlConfig,
         trainer={"loss": {"type": "dapo", "clip_high": 0.2}, "rewards": {"weights": {"exact": 2.0}}},

@@ -212,8 +212,8 @@ class CurriculumConfig(Section):
 
 
 METRIC_GROUPS = frozenset({
-    "advantage", "clip_fraction", "correction", "curriculum", "distillation", "engine", "eval", "groups", "kl",
-    "logps", "mismatch", "mismatch_kl", "of_values", "ratio", "reward", "reward_model", "rewards", "rollout",
+    "advantage", "clip_fraction", "correction", "curriculum", "distillation", "engine", "eval", "groups", "hooks",
+    "kl", "logps", "mismatch", "mismatch_kl", "of_values", "ratio", "reward", "reward_model", "rewards", "rollout",
     "staleness", "time", "tokens", "val",
 })  # fmt: skip
 """Metrics of a run begin with these names and a slash; an environment's begin with its own name, in evaluations after

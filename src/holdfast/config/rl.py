@@ -14,7 +14,8 @@ from holdfast.config.marks import Mark, marked, models_in
 from holdfast.config.orchestrator import EvalConfig, OrchestratorConfig, check_rounds
 from holdfast.config.policy_losses import BuiltInLoss
 from holdfast.config.rl_trainer import AnyWeights, CollectiveWeights, JournalConfig, TrainerConfig, check_rewards
-from holdfast.config.view import DashboardConfig, ProfiledSteps, StepWindow, TrackingConfig
+from holdfast.config.training import StopConfig
+from holdfast.config.view import DashboardConfig, Hooks, ProfiledSteps, StepWindow, TrackingConfig
 from holdfast.errors import ConfigError
 
 _PROCESSES = ("trainer", "orchestrator", "inference")
@@ -52,6 +53,12 @@ class RlConfig(Command):
 
     tracking: Annotated[TrackingConfig | None, Mark.SHARED] = None
     """For the trainer: experiment trackers that get the metrics."""
+
+    hooks: Annotated[Hooks | None, Mark.SHARED] = None
+    """For the trainer: classes of your own that are called after steps, evaluations and saves (docs/console.md)."""
+
+    stop: Annotated[StopConfig | None, Mark.SHARED] = None
+    """For the trainer: when the run ends before its last step, because a metric does not improve any more."""
 
     profile: Annotated[StepWindow | None, Mark.SHARED] = None
     """For the trainer: its steps to record, `FIRST:LAST`, both included, such as 3:5: a trace of each rank, for

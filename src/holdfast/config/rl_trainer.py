@@ -287,6 +287,15 @@ class TrainerConfig(TrainingCommand):
         return self
 
     @model_validator(mode="after")
+    def _measures_what_ends_it(self) -> Self:
+        if self.stop is not None and self.stop.is_validated:
+            raise ValueError(
+                f"stop.metric = '{self.stop.metric}' comes from validation, which rl does not have: name a metric such "
+                "as reward/mean, or one of its evaluations, such as eval/NAME/avg@4 (docs/metrics.md)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sends_whole_models(self) -> Self:
         if isinstance(self.weights, CollectiveWeights) and self.model.lora is not None:
             raise ValueError(

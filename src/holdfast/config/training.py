@@ -20,7 +20,7 @@ from holdfast.config.cluster import SlurmConfig
 from holdfast.config.data import MixedDataConfig, SftDataConfig
 from holdfast.config.evaluation import CheckpointEvalConfig
 from holdfast.config.marks import Mark, Picked, marked
-from holdfast.config.view import DashboardConfig, ProfiledSteps, StepWindow, TrackingConfig
+from holdfast.config.view import DashboardConfig, Hooks, ProfiledSteps, StepWindow, TrackingConfig
 
 
 class LoraConfig(Section):
@@ -351,6 +351,22 @@ _TIMESCALE = 10_000
 RATES = marked(OptimConfig, Mark.RATE)
 
 
+class StopConfig(Section):
+    """When training ends before its last step: a metric has not improved for some time (early stopping)."""
+
+    metric: str = Field(min_length=1)
+    """Needed: the metric that has to improve, such as `val/loss`; `min:NAME` or `max:NAME` if the name does not say
+    which values are better."""
+
+    patience: int = Field(default=3, ge=1)
+    """The run ends when so many values in a row are not better than the best value before."""
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the metric comes from validation."""
+        return self.metric.removeprefix("min:").removeprefix("max:").startswith("val/")
+
+
 class TrainingCommand(Command):
     """Settings of every training program."""
 
@@ -397,6 +413,13 @@ class TrainingCommand(Command):
 
     dashboard: Annotated[DashboardConfig | None, Mark.FREE] = None
     """Serve the report of the run during the run: not unless given; a bare `--dashboard` at 127.0.0.1:9466."""
+
+    stop: Annotated[StopConfig | None, Mark.FREE] = None
+    """End the run before its last step, when a metric does not improve any more: not unless given."""
+
+    hooks: Annotated[Hooks, Mark.FREE] = []
+    """Classes of your own that are called after steps, evaluations and saves: `module:Class`, or a table with `type`,
+    `name` and `args` (docs/console.md)."""
 
     @property
     def length_flag(self) -> str:
@@ -459,22 +482,6 @@ class TrainingCommand(Command):
         return self
 
 
-class StopConfig(Section):
-    """When training ends before its last step: a metric has not improved for some time (early stopping)."""
-
-    metric: str = Field(min_length=1)
-    """Needed: the metric that has to improve, such as `val/loss`; `min:NAME` or `max:NAME` if the name does not say
-    which values are better."""
-
-    patience: int = Field(default=3, ge=1)
-    """The run ends when so many values in a row are not better than the best value before."""
-
-    def check(self, *, validates: bool) -> None:
-        """Raise ValueError if the metric comes from validation and the run never validates before its end."""
-        if self.metric.removeprefix("min:").removeprefix("max:").startswith("val/") and not validates:
-            raise ValueError(f"stop.metric = '{self.metric}' needs val_interval, and data.validation_fraction above 0")
-
-
 class SupervisedCommand(TrainingCommand):
     """Settings of every training program on rows of data."""
 
@@ -493,9 +500,6 @@ class SupervisedCommand(TrainingCommand):
     val_interval: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
     """Steps between validations; unset: after the final step only. Needs data.validation_fraction."""
 
-    stop: Annotated[StopConfig | None, Mark.FREE] = None
-    """End the run before its last step, when a metric does not improve any more: not unless given."""
-
     sample: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
     """With `dry_run`: show what is trained of this row of the data, counted from 1, and not of the first."""
 
@@ -511,8 +515,10 @@ class SupervisedCommand(TrainingCommand):
     def _something_to_validate_on(self) -> Self:
         if self.val_interval is not None and self.data.validation_fraction == 0:
             raise ValueError(f"val_interval = {self.val_interval} needs data.validation_fraction above 0, got 0")
-        if self.stop is not None:
-            self.stop.check(validates=self.val_interval is not None)
+        if self.stop is not None and self.stop.is_validated and self.val_interval is None:
+            raise ValueError(
+                f"stop.metric = '{self.stop.metric}' needs val_interval, and data.validation_fraction above 0"
+            )
         return self
 
 

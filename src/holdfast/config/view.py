@@ -1,10 +1,10 @@
-"""Settings of the view of a run: alerts, the live page, experiment trackers and profiled steps."""
+"""Settings of the view of a run: alerts, the live page, experiment trackers, hooks and profiled steps."""
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from holdfast.config.base import Section
 from holdfast.process.imports import check_name
@@ -71,6 +71,47 @@ class TrackingConfig(Section):
             raise ValueError(f"names '{twice}' twice")
         return names
 
+
+class HookConfig(Section):
+    """A hook: a class of your own that is called after steps, evaluations and saves (docs/console.md)."""
+
+    type: str
+    """`module:Class`, derived from `holdfast.Hook`."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """Its name in metrics and errors; unset: the name of the class."""
+
+    args: dict[str, Any] = {}
+    """Arguments of the class."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @field_validator("type")
+    @classmethod
+    def _names_a_class(cls, value: str) -> str:
+        module, _, name = value.partition(":")
+        if not (module and name.isidentifier()):
+            raise ValueError("should be 'module:Class'")
+        return value
+
+    @property
+    def label(self) -> str:
+        """`name`, or else the name of the class."""
+        return self.name or self.type.partition(":")[2]
+
+
+def _named_once(hooks: list[HookConfig]) -> list[HookConfig]:
+    labels = [hook.label for hook in hooks]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ValueError(f"has two hooks with the name '{twice}': give one of them another `name`")
+    return hooks
+
+
+Hooks = Annotated[list[HookConfig], AfterValidator(_named_once)]
+"""A list of hooks, each with its own name."""
 
 _STEPS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 

@@ -48,12 +48,16 @@ class Plan:
 
     def work_of(self, name: str) -> Callable[[], bool]:
         """Return a function that tells whether a process that ended by itself did its work."""
-        run_dir, last = self.attempt.run_dir, self.trainer.max_steps
+        run_dir, last, saves = self.attempt.run_dir, self.trainer.max_steps, self.trainer.ckpt is not None
         if name == EVALUATION:
             return lambda: True
         if is_trainer(name):
             return lambda: atomic.is_visible(run_dir.weights_of(run_dir.early_end() or last))
-        return lambda: atomic.is_visible(run_dir.batch(last)) or last in run_dir.committed_steps()
+        return lambda: (
+            atomic.is_visible(run_dir.batch(last))
+            or last in run_dir.committed_steps()
+            or run_dir.has_ended_early(saves=saves)
+        )
 
 
 _COLUMNS = ("process", "host", "devices", ">ranks", ">threads", ">port", "dtype")

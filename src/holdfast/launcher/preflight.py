@@ -66,6 +66,8 @@ def check_training(config: TrainingCommand) -> None:
             check_data_path(source.name, key=config.data.key, split=source.split)
     if isinstance(config, DpoConfig) and config.reference_model:
         _check_weights(config.reference_model, key="loss.reference_model")
+    if config.hooks:
+        check_in_child("holdfast.run.hook_process", config)
     if not isinstance(config, TrainerConfig):
         return
     if config.dry_run and Path(config.model.tokenizer_name).is_dir():  # else the trainer does it

@@ -305,10 +305,10 @@ def exit_report(
     resume = "--ckpt.resume-step latest"
     fields |= {"checkpoint": {"step": steps[-1], "path": str(last)}, "resume": resume}
     to_go_on = attempt.to_go_on
-    ended_early = run_dir.early_end() is not None
-    if is_finished and (ended_early or steps[-1] >= config.max_steps):
-        longer = "--stop.patience" if ended_early else config.length_flag
-        to_go_on = f"give the same command with {resume} and a larger {longer}"
+    ended_by = run_dir.ended_by()
+    if is_finished and (ended_by or steps[-1] >= config.max_steps):
+        longer = {"": f"a larger {config.length_flag}", "stop": "a larger --stop.patience", "hooks": "other hooks"}
+        to_go_on = f"give the same command with {resume} and {longer[ended_by]}"
     if exit_code == 2:  # what was given is refused: the same command would be refused again
         to_go_on = f"mend that and {to_go_on.replace('the same command again', 'the command again')}"
     lines.append(f"last checkpoint: step {steps[-1]} in {last}; to continue, {to_go_on}")

@@ -29,7 +29,7 @@ from holdfast.orchestrator.group_players import starting_workers
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.rounds import RoundsMaker
 from holdfast.orchestrator.state import OrchestratorState, read_state, refuse_open_groups
-from holdfast.orchestrator.tasks import FreezeTolerantLoop, phase, run_until_stopped
+from holdfast.orchestrator.tasks import FreezeTolerantLoop, phase, run_unless, run_until_stopped
 from holdfast.orchestrator.teacher import Teacher, connect_teacher
 from holdfast.orchestrator.weight_sync import WeightPusher
 from holdfast.process import events
@@ -73,6 +73,7 @@ def _state_after(run_dir: RunDir, trainer_step: int, published: set[int]) -> Orc
     return OrchestratorState()
 
 
+_LOOK_S = 0.5
 # The garbage collector's; Python's are 700, 10 and 10.
 _COLLECTOR_THRESHOLDS = (10_000, 10, 10)
 
@@ -96,7 +97,7 @@ async def orchestrate(config: OrchestratorConfig) -> None:
     start_timeline(run_dir.newest_logs(), "orchestrator", step=state.step)
     if trainer_step or first > 1:
         events.report("resumed", step=trainer_step, first_batch=first)
-    if first > config.max_steps:
+    if first > config.max_steps or run_dir.has_ended_early(saves=config.ckpt is not None):
         # An attempt that died after its last batch may still own the engines.
         if not config.is_sampled_by_teacher:
             async with InferenceClient(config.client, run_dir=run_dir) as client:
@@ -129,18 +130,29 @@ async def orchestrate(config: OrchestratorConfig) -> None:
         pipeline = BatchPipeline(
             config, client=client, publisher=publisher, pusher=pusher, maker=maker, evaluation=evaluation
         )
+
+        async def produce_all() -> None:
+            for step in range(first, config.max_steps + 1):
+                version = version_for(step, run_dir, async_level=config.versions_behind, trainer_step=trainer_step)
+                if step == first:
+                    await pipeline.begin(step, version=version)
+                await pipeline.produce(step, version=version)
+
         with watching_calls():
             try:
-                for step in range(first, config.max_steps + 1):
-                    version = version_for(step, run_dir, async_level=config.versions_behind, trainer_step=trainer_step)
-                    if step == first:
-                        await pipeline.begin(step, version=version)
-                    await pipeline.produce(step, version=version)
+                await run_unless(produce_all(), _early_end(run_dir, saves=config.ckpt is not None))
             finally:
                 await maker.close()
             await publisher.settle()  # a batch that cannot be written must be made again, by these engines
         await client.lease.release()
-    events.report("finished", step=config.max_steps)
+    events.report("finished", step=run_dir.early_end() or config.max_steps)
+
+
+async def _early_end(run_dir: RunDir, *, saves: bool) -> None:
+    """Return when the trainer has ended the run before its last step: it trains no further batch."""
+    while not run_dir.has_ended_early(saves=saves):
+        await asyncio.sleep(_LOOK_S)
+    events.report("the trainer has ended the run early", step=run_dir.early_end())
 
 
 def _load_environments(config: OrchestratorConfig, tokenizer: Tokenizer) -> dict[str, list[Environment]]:

@@ -41,6 +41,19 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     raise first
 
 
+async def run_unless(work: Coroutine[Any, Any, None], event: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, and cancel it when `event` has come. Raise the error of either."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event)
+    try:
+        done, _ = await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in (working, waiting):
+            one.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+    for one in done:
+        one.result()
+
+
 class SessionSlots:
     """Limits the number of sessions; admits whole groups, in the order in which they came."""
 

@@ -17,7 +17,7 @@ from holdfast.protocol.inference import Owner
 from holdfast.protocol.transfer import OFFER_NAME
 from holdfast.run import atomic, checked, lock
 from holdfast.run.checkpoints import REFERENCE_NAME, Entry, list_entries
-from holdfast.run.manifest import read_manifest
+from holdfast.run.manifest import is_committed, read_manifest
 
 JUDGEMENTS_NAME = "judgements.log"
 INPUTS_NAME = "inputs.json"
@@ -154,12 +154,23 @@ class RunDir:
         except (ValueError, KeyError, TypeError) as error:
             raise RunDirError(f"{path} is damaged ({error}): remove the file, and the run decides again") from None
 
-    def note_early_end(self, step: int | None) -> None:
-        """Note at which step the run ends early; None: at its last step, as it was asked for."""
+    def ended_by(self) -> str:
+        """The section of the settings that ended the run early, `stop` or `hooks`; empty if none did."""
+        if self.early_end() is None:
+            return ""
+        return checked.decode((self.path / EARLY_END_NAME).read_bytes()).get("by", "stop")
+
+    def has_ended_early(self, *, saves: bool) -> bool:
+        """Whether the trainer has come to the early end of the run. `saves`: whether it saves that step."""
+        step = self.early_end()
+        return step is not None and is_committed(self.checkpoint(step) if saves else self.weights_of(step))
+
+    def note_early_end(self, step: int | None, *, by: str = "stop") -> None:
+        """Note at which step the run ends early, and by which section of the settings; None: at its last step."""
         if step is None:
             (self.path / EARLY_END_NAME).unlink(missing_ok=True)
         else:
-            atomic.write_file(self.path / EARLY_END_NAME, checked.encode({"step": step}))
+            atomic.write_file(self.path / EARLY_END_NAME, checked.encode({"step": step, "by": by}))
 
     def configs(self, attempt: int) -> Path:
         """Directory of the resolved configuration of one attempt."""

@@ -65,6 +65,7 @@ class Saver:
         self._stop = stop
         self._asked = 0
         self._is_time = False
+        self.due = 0  # the last step that was to be saved; not by a signal
         self._has_warned_of_best = self._has_warned_of_grace = False
         self._step_began = math.inf
         self._committed: list[int] = []
@@ -90,19 +91,35 @@ class Saver:
         attachments: Mapping[str, Attachment] | None = None,
         *,
         is_last: bool = False,
+        is_asked: bool = False,
     ) -> list[int]:
-        """Save if it is time to; return the steps committed since the last call. Raise SaveError if a save failed."""
+        """Save if it is time to, or a hook asked for it; return the steps committed since the last call. Raise
+        SaveError if a save failed."""
         config = self._config
         if config is None:
             return []
         self._check_grace(step, time.monotonic() - self._step_began)
-        is_last = is_last or step == self._max_steps
-        if is_last or self._is_time or (config.interval is not None and step % config.interval == 0):
-            self._save(step, metrics, attachments)
+        is_due = is_last or is_asked or step == self._max_steps or self._is_time
+        if is_due or (config.interval is not None and step % config.interval == 0):
+            self.due = step
+            if step > self._newest:  # else it was saved when a hook failed
+                self._save(step, metrics, attachments)
         self._check_storage()
+        return self._take_committed()
+
+    def _take_committed(self) -> list[int]:
         self._poll()
         committed, self._committed = self._committed, []
         return committed
+
+    def save_for_error(
+        self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None
+    ) -> bool:
+        """Save the current step, unless it is saved, because the run ends with an error. Return whether it is."""
+        if self._config is not None and step > self._newest:
+            self._save(step, metrics, attachments)
+            self.settle()
+        return self._config is not None and step <= self._newest
 
     def _poll(self) -> None:
         committed = self._checkpointer.poll()
@@ -180,10 +197,16 @@ class Saver:
         stopped.exit_code = 128 + self._asked
         raise stopped
 
-    def wait(self) -> None:
-        """Wait until the last save is committed. Raise SaveError if it failed."""
+    def settle(self) -> list[int]:
+        """Wait until the last save has ended; return the steps committed since the last call. Raise SaveError if it
+        failed."""
         self._checkpointer.wait()
-        self._checkpointer.poll()
+        return self._take_committed()
+
+    @property
+    def newest(self) -> int:
+        """The last step that is known to be committed; 0 if there is none."""
+        return self._newest
 
     def close(self) -> None:
         """Wait for the last save and its upload, then leave the process groups. Raise SaveError if one failed."""

@@ -29,6 +29,7 @@ from holdfast.trainer.checkpoint.checkpointer import Checkpointer
 from holdfast.trainer.checkpoint.init_from import load_weights_only
 from holdfast.trainer.checkpoint.state import State, seed_everything
 from holdfast.trainer.data.samples import load_tokenizer
+from holdfast.trainer.hooks import Hooks
 from holdfast.trainer.mesh import Mesh, open_mesh
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.lora import Adapters, is_adapted
@@ -165,6 +166,7 @@ class TrainSession(Generic[M]):
     saver: Saver
     publisher: WeightPublisher
     metrics: MetricsWriter | None
+    hooks: Hooks
     profiler: Profiler | None = None
     watch: DivergenceWatch = field(default_factory=DivergenceWatch)
     warned: dict[str, int] = field(default_factory=dict)
@@ -189,6 +191,7 @@ class TrainSession(Generic[M]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the last save, and after success for all ranks."""
+        self.hooks.close()
         if kind is not None:
             if not issubclass(kind, GraceOver):
                 # Bounded: if another rank has ended, a collective may hang.
@@ -247,7 +250,7 @@ def start_session(
     if is_adapted(policy.hf_model):
         adapters = Adapters(policy.hf_model, layout, base_name=config.model.name)
         further = {**further, "base": adapters}
-    progress = Progress()
+    progress, hooks = Progress(), Hooks(config, run_dir)
     publisher = WeightPublisher(
         run_dir, policy, tokenizer, mesh, dtype=config.model.compute_dtype, layout=layout, adapters=adapters
     )
@@ -256,7 +259,7 @@ def start_session(
     checkpointer = make_checkpointer(
         config,
         run_dir,
-        TrainState(policy, optimizer, progress, further),
+        TrainState(policy, optimizer, progress, {**further, "hooks": hooks}),
         identity=identity_of(config, run_dir, publisher, layout, data_fingerprint),
         storage=storage,
         metrics=metrics,
@@ -280,7 +283,9 @@ def start_session(
     window, profiler = config.profiled_steps, None
     if window is not None and progress.step < window.last:
         profiler = Profiler(window, run_dir, mesh, done=progress.step)
-    return TrainSession(mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics, profiler)
+    return TrainSession(
+        mesh, run_dir, policy, optimizer, progress, checkpointer, saver, publisher, metrics, hooks, profiler
+    )
 
 
 def _tell_of_room(num_bytes: int, run_dir: RunDir) -> None:

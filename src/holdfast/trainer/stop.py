@@ -63,6 +63,10 @@ STOP_REQUEST = StopRequest()
 """The request of this process and its forks."""
 
 
+RARE = ("val/", "eval/")
+"""Beginnings of metrics that few steps have."""
+
+
 class EarlyStopping:
     """Decides whether the run ends before its last step. Rank 0 decides for all, from the lines of `metrics.jsonl`: a
     resumed run has the same lines, and decides the same. `history`: lines of the steps before; only rank 0 needs them.
@@ -96,6 +100,13 @@ class EarlyStopping:
         if self._mesh.is_main and not ended:
             self._run_dir.note_early_end(None)
         return bool(self._mesh.max({"ended": float(ended)})["ended"])
+
+    def end(self, step: int, reason: str) -> bool:
+        """Return whether a hook has a reason to end the run with this step, and note that."""
+        if reason and self._mesh.is_main:
+            self._run_dir.note_early_end(step, by="hooks")
+            report(f"early end: {reason}", step=step)
+        return bool(reason)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether the run ends with this step, and note that before the step is saved. Collective."""

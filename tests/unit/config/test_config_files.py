@@ -289,6 +289,7 @@ def test_one_item_of_a_list_is_changed_by_its_number_or_name(write: Write, monke
     assert (one.args, one.group_size, one.sampling.max_tokens) == ({"path": "1e3.jsonl", "max_rows": 3}, 4, 5)
     (one,) = rl("@", path, begin, '{"id": "jsonl"}', f"{begin}.jsonl.weight", "2").orchestrator.environments
     assert (one.label, one.weight) == ("jsonl", 2), "the list of the flag, and not of the file"
+    assert sft("--hooks", "m:A,m:B", "--hooks.B.args.x", "true").hooks[1].args == {"x": True}
     monkeypatch.setenv("HOLDFAST_ORCHESTRATOR__ENVIRONMENTS", '[{"id": "reverse_text"}, {"id": "jsonl"}]')
     assert [one.weight for one in rl("@", path, f"{begin}.1.weight", "2").orchestrator.environments] == [1, 2]
     for flag, said in (

@@ -537,9 +537,10 @@ def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sec
     if (other := _other_program(run_dir, number, name)) is not None:
         raise RunDirError(f"{run_dir.path} holds a run of {other}: choose another directory with --output-dir.")
     if (step := _finished_at(run_dir, number)) is not None:
-        length = trainer.length_flag if run_dir.early_end() is None else "--stop.patience"
+        ways = {"": f"raise {trainer.length_flag}", "stop": "raise --stop.patience", "hooks": "change hooks"}
+        longer = ways[run_dir.ended_by()]
         further = (
-            f"raise {length} and add --ckpt.resume-step latest (step {steps[-1]}) to train further, {elsewhere}"
+            f"{longer} and add --ckpt.resume-step latest (step {steps[-1]}) to train further, {elsewhere}"
             if steps
             else "choose another directory with --output-dir, and with --model.name "
             f"{run_dir.weights_of(step)} if a new run is to begin with its weights"

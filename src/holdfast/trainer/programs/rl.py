@@ -31,6 +31,7 @@ from holdfast.trainer.rl.metrics import Alerts
 from holdfast.trainer.rl.mismatch import measure_parity_prompt
 from holdfast.trainer.rl.train_step import Learner, PretrainingMix
 from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics
+from holdfast.trainer.step_end import StepEnd
 from holdfast.trainer.stop import STOP_REQUEST
 
 
@@ -87,8 +88,9 @@ def _train(
     stopwatch = Stopwatch(session.profiler)
     metrics: dict[str, float] = {}
     first = progress.step + 1
+    end = StepEnd(config, session, stopwatch, ledger.attachments)
 
-    while progress.step < config.max_steps:
+    while progress.step < config.max_steps and not end.is_over:
         step = progress.step + 1
         stopwatch.begin_step(step)
         does(f"its wait for batch {step}")
@@ -112,17 +114,15 @@ def _train(
         if mesh.is_main:
             note_trained(run_dir, step, learner.trained)
         metrics = batch.metrics | learned | step_metrics(session, stopwatch, num_tokens=num_tokens)
-        session.log(step, metrics)
         for alert in alerts.check(metrics) if mesh.is_main else ():
             report(f"ALERT: {alert}", step=step)
-        with stopwatch.phase("checkpoint"):
-            committed = saver.after_step(step, metrics, ledger.attachments())
+        committed = end.finish(step, metrics)
         kept = _prune_batches(session, config.journal) if committed else kept
         session.publisher.prune(_needed_weights([*kept, *saver.in_flight(), step], config.async_level))
 
     stopwatch.end()
     does("finishing", bound_s=config.save_timeout_s)
-    saver.wait()
+    saver.settle()
     kept = _prune_batches(session, config.journal)
     session.publisher.prune(_needed_weights([*kept, progress.step], config.async_level))
 

@@ -17,7 +17,6 @@ from holdfast.config import SftConfig
 from holdfast.config.data import SftDataConfig
 from holdfast.config.training import SupervisedCommand, learning_rate
 from holdfast.process.events import Counted, report
-from holdfast.run.metrics import read_metrics
 from holdfast.trainer.checkpoint.commit import Attachment
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.data.samples import fingerprint_samples, load_samples, order_of
@@ -28,7 +27,7 @@ from holdfast.trainer.model.value_model import ScalarModel
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
 from holdfast.trainer.positions import check_lengths
 from holdfast.trainer.session import Stopwatch, TrainSession, start_program, start_session, step_metrics
-from holdfast.trainer.stop import EarlyStopping
+from holdfast.trainer.step_end import StepEnd
 from holdfast.trainer.survey import survey_of, tell_data
 
 
@@ -89,12 +88,9 @@ def train_on_rows(
     report("training", step=progress.step, max_steps=config.max_steps)
     stopwatch = Stopwatch(session.profiler)
     metrics: dict[str, float] = {}
-    is_stoppable = config.stop is not None and session.mesh.is_main
-    history = read_metrics(session.run_dir.metrics) if is_stoppable else ()
-    early = EarlyStopping(config.stop, session.run_dir, session.mesh, history=history)
-    is_over = early.has_ended(progress.step)
+    end = StepEnd(config, session, stopwatch, lambda: attachments)
 
-    while progress.step < config.max_steps and not is_over:
+    while progress.step < config.max_steps and not end.is_over:
         step = progress.step + 1
         stopwatch.begin_step(step)
         with stopwatch.phase("data"):
@@ -118,10 +114,7 @@ def train_on_rows(
                 validated = objective.measure(model, held_out)
                 metrics |= {f"val/{name}": value for name, value in validated.items()}
         metrics |= step_metrics(session, stopwatch, num_tokens=num_tokens)
-        session.log(step, metrics)
-        is_over = early.after_step(step, metrics)
-        with stopwatch.phase("checkpoint"):
-            saver.after_step(step, metrics, attachments, is_last=is_over)
+        end.finish(step, metrics)
     stopwatch.end()
 
 

@@ -99,7 +99,8 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "ClientConfig.admin_token_env", "Command.output_dir", "McpServerConfig.api_key_env",
-            "ParallelConfig.rdzv_endpoint", "RlConfig.cluster", "RlConfig.profile",
+            "HookConfig.args", "HookConfig.name", "HookConfig.type", "ParallelConfig.rdzv_endpoint",
+            "RlConfig.cluster", "RlConfig.profile",
             "ServerConfig.admin_token_env", "ServerConfig.host", "ServerConfig.model_name", "SlurmConfig.account",
             "SlurmConfig.extra", "SlurmConfig.job_name", "SlurmConfig.partition", "SlurmConfig.setup",
             "SlurmConfig.time", "TrackingConfig.backends", "TrackingConfig.name", "TrackingConfig.project",

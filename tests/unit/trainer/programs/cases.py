@@ -59,7 +59,11 @@ CASES = {
     "dpo, adapters, another reference": Case(
         "dpo", {"base", *_REFERENCE}, LORA | {"data": PREFERENCES, "loss": {"reference_model": OTHER_MODEL}}
     ),
-    "dpo, kto": Case("dpo", _REFERENCE, {"data": PREFERENCES, "loss": {"type": "kto"}}),
+    "dpo, kto": Case(
+        "dpo",
+        {"hooks", *_REFERENCE},
+        {"data": PREFERENCES, "loss": {"type": "kto"}, "hooks": ["tests.runs.own_hooks:Steps"]},
+    ),
     "reward-model": Case("reward-model", set(), {"data": PREFERENCES | VALIDATED, "val_interval": HALF}),
     "reward-model, adapters": Case(
         "reward-model", {"base"}, LORA | {"data": PREFERENCES, "optim": {"moments_dtype": "bfloat16"}}

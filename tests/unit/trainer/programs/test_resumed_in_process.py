@@ -27,6 +27,7 @@ DIFFERS: list[tuple[str, str]] = [
     *[("rl, everything", part) for part in ("critic.optim.", "ema.", "reference.")],
     *[("rl, everything", part) for part in ("kl", "reward_moments")],
     ("rl, steered beside frozen models", "entropy"),
+    ("dpo, kto", "hooks"),
 ]
 REFUSED: list[tuple[str, str]] = [
     ("sft, adapters", "base"), ("rl, steered beside frozen models", "reference"),
@@ -36,7 +37,7 @@ REFUSED: list[tuple[str, str]] = [
 KINDS = {
     "ModelState": {"model", "optim", "critic"}, "Adapters": {"base"}, "Ema": {"ema"},
     "EntropyCoefficient": {"entropy"}, "SyncedReference": {"reference"}, "FrozenModel": {"reference", "reward_model"},
-    "KlCoefficient": {"kl"}, "RunningMoments": {"reward_moments"},
+    "KlCoefficient": {"kl"}, "RunningMoments": {"reward_moments"}, "Hooks": {"hooks"},
 }  # fmt: skip
 
 
