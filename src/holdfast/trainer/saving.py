@@ -28,7 +28,7 @@ from holdfast.trainer.mesh import Mesh, RankGroup
 from holdfast.trainer.model.publish import WeightPublisher
 from holdfast.trainer.model.tensor_names import TensorLayout
 from holdfast.trainer.state import TrainState
-from holdfast.trainer.stop import STOP_REQUEST, StopRequest
+from holdfast.trainer.stop import RARE, STOP_REQUEST, StopRequest
 
 _SPARE_S = 60.0
 _log = logging.getLogger("trainer")
@@ -98,6 +98,7 @@ class Saver:
         config = self._config
         if config is None:
             return []
+        self._check_best(step, metrics, is_saved=False)
         self._check_grace(step, time.monotonic() - self._step_began)
         is_due = is_last or is_asked or step == self._max_steps or self._is_time
         if is_due or (config.interval is not None and step % config.interval == 0):
@@ -136,17 +137,18 @@ class Saver:
             _log.error("%s", error)
 
     def _save(self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None) -> None:
-        self._check_best(step, metrics)
+        self._check_best(step, metrics, is_saved=True)
         self._checkpointer.save(step, metrics=metrics, attachments=attachments)
         self._last_save_time = time.monotonic()
         self._is_time = False
 
-    def _check_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn once if a checkpoint lacks the metric of `ckpt.keep_best`, which may be misspelt."""
+    def _check_best(self, step: int, metrics: Mapping[str, float], *, is_saved: bool) -> None:
+        """Warn once if a step lacks the metric of `ckpt.keep_best`, which may be misspelt. Evaluations are rare: they
+        may be lacking where nothing is saved."""
         if self._config is None or self._config.keep_best is None or self._has_warned_of_best:
             return
         name = BestMetric.parse(self._config.keep_best).name
-        if name not in metrics and self._mesh.is_main:
+        if name not in metrics and (is_saved or not name.startswith(RARE)) and self._mesh.is_main:
             similar = nearest(name, metrics)
             report(f"WARNING: step {step} has no metric '{name}' (ckpt.keep_best) to be the best by.{similar}")
             self._has_warned_of_best = True

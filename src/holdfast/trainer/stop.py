@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from holdfast.errors import nearest
 from holdfast.process.events import report
 from holdfast.run.checkpoints import BestMetric
 from holdfast.run.metrics import plain_value
@@ -79,6 +80,7 @@ class EarlyStopping:
         self._metric = BestMetric.parse(config.metric) if config is not None else None
         self._best: float | None = None
         self._waited = 0
+        self._has_warned = False
         for line in history:
             self._add(line)
 
@@ -114,6 +116,7 @@ class EarlyStopping:
             return False
         if self._mesh.is_main:
             self._add(metrics)
+            self._check_name(step, metrics)
         ends = self._mesh.is_main and self._metric.name in metrics and self._waited >= self._config.patience
         if ends:
             self._run_dir.note_early_end(step)
@@ -122,3 +125,13 @@ class EarlyStopping:
                 step=step,
             )
         return bool(self._mesh.max({"ends": float(ends)})["ends"])
+
+    def _check_name(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn once if a step lacks the metric, which may be misspelt, unless few steps have it."""
+        assert self._metric is not None
+        name = self._metric.name
+        if name not in metrics and not name.startswith(RARE) and not self._has_warned:
+            report(
+                f"WARNING: step {step} has no metric '{name}' (stop.metric) to end the run by.{nearest(name, metrics)}"
+            )
+            self._has_warned = True

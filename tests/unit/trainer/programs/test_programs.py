@@ -93,6 +93,17 @@ def test_without_keep_all_steps_stay(programs: Programs, tmp_path: Path, caplog:
     assert "step 1 has no metric 'val/los' (ckpt.keep_best)" in caplog.text
 
 
+def test_a_metric_that_no_step_has_is_named_at_the_first_step(
+    programs: Programs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    named = {"ckpt": {"interval": 3, "keep_best": "los"}, "stop": {"metric": "max:rewards/accuracy"}}
+    train("reward-model", tmp_path / "run", programs.settings("reward-model") | named, until=3)
+    assert "step 1 has no metric 'los' (ckpt.keep_best) to be the best by. Did you mean 'loss'?" in caplog.text
+    assert "step 1 has no metric 'rewards/accuracy' (stop.metric) to end the run by. Did you mean" in caplog.text
+    assert caplog.text.count("has no metric") == 2
+
+
 def test_the_reference_is_in_every_checkpoint_and_that_of_the_start(programs: Programs, tmp_path: Path) -> None:
     run_dir = train("dpo", tmp_path / "run", programs.settings("dpo") | {"ckpt": {"interval": 1}}, until=3)
     written = set()
