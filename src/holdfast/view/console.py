@@ -37,19 +37,19 @@ USUAL_TIMES = {
 ENDS = ("ready", "finished", "stopped")
 """Phases in which nothing happens."""
 _COLUMNS = {
-    "reward/mean": "reward {:6.3f}",
+    "reward/mean": "reward/mean {:6.3f}",
     "loss": "loss {:8.4f}",
-    "rewards/accuracies": "acc {:5.3f}",
-    "rewards/margins": "margin {:6.3f}",
-    "val/loss": "val {:7.4f}",
-    "val/rewards/accuracies": "val acc {:5.3f}",
-    "val/rewards/margins": "val margin {:6.3f}",
-    "grad_norm": "grad {:7.3f}",
-    "mismatch_kl": "mismatch {:8.1e}",
+    "rewards/accuracies": "rewards/accuracies {:5.3f}",
+    "rewards/margins": "rewards/margins {:6.3f}",
+    "val/loss": "val/loss {:7.4f}",
+    "val/rewards/accuracies": "val/rewards/accuracies {:5.3f}",
+    "val/rewards/margins": "val/rewards/margins {:6.3f}",
+    "grad_norm": "grad_norm {:7.3f}",
+    "mismatch_kl": "mismatch_kl {:8.1e}",
     "lr": "lr {:.1e}",
     "tokens_per_s": "{:7,.0f} tok/s",
     "time/step": "{:6.2f} s",
-    "time/validation": "val {:5.2f} s",
+    "time/validation": "validation {:5.2f} s",
     "time/wait_for_batch": "wait {:5.2f} s",
     "memory_gib": "{:5.2f} GiB",
 }

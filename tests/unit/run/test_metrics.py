@@ -98,7 +98,7 @@ def test_what_is_said_of_a_step_comes_after_it_and_what_counts_now_and_then(
     lines = [line.split("trainer")[-1].strip() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "computing: 3,000 of 12,000 pairs, left 1:05", "still computing 9,000 of 12,000 pairs, left 1:05 (1:00)",
-        "training: step 0", "step 1/2    0.50 s  val  8.50 s", "ALERT: too late (step 1)", "step 2/2",
+        "training: step 0", "step 1/2    0.50 s  validation  8.50 s", "ALERT: too late (step 1)", "step 2/2",
         "finished: step 2",
     ]  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_a_phase_that_lasts_is_shown_below_the_lines_until_a_step(run: Run, laun
         run.steps(*range(1, 11))
         screen = terminal.wait_for(lambda screen: not spins("")(screen) and "step 10/40" in "".join(screen))
         shown = "".join(screen)
-        assert "reward  0.250" in shown and "ALERT: entropy fell" in shown and "WARNING: it is on" in shown
+        assert "reward/mean  0.250" in shown and "ALERT: entropy fell" in shown and "WARNING: it is on" in shown
         assert ("a line of others " * 5).strip() in screen and "loading vllm (usually 15-60 s" in shown
         run.say("end")
         assert terminal.end() == 0 and terminal.has_cursor
@@ -139,7 +139,7 @@ def test_lines_are_all_where_nothing_can_be_drawn(run: Run, how: str) -> None:
         assert terminal.end() == 0 and b"\x1b" not in terminal.raw
         said = terminal.raw.decode().split("\r\n")
         assert said[:2] == ["trainer on the CPU", "it is on"] and "loading vllm (usually" in said[2]
-        assert said[4].startswith("step  1/40  reward  0.025  loss  -0.0100  grad   1.000")
+        assert said[4].startswith("step  1/40  reward/mean  0.025  loss  -0.0100  grad_norm   1.000")
         assert sum(line.startswith("step") for line in said) == 2 and len(said) <= 8, said
 
 
