@@ -84,6 +84,10 @@ def test_a_hook_that_fails_ends_the_run_and_nothing_is_lost(tmp_path: Path) -> N
     again = started(failed.path, *flags)
     assert again.code == 0 and "resuming from step 6" in again.log, again.log
     assert end_of(failed, 8) == end_of(whole, 8)
+    # Without the hook, too, the line of its step comes.
+    left_out = RunDir(tmp_path / "left_out")
+    assert started(left_out.path, *flags).code == 3 and started(left_out.path, *flags[:2]).code == 0
+    assert [line["step"] for line in read_metrics(left_out.metrics)] == [*range(1, 9)]
 
 
 def test_a_hook_ends_the_run(tmp_path: Path) -> None:
