@@ -304,7 +304,7 @@ def test_an_unknown_command_is_told_with_the_nearest(refused: Refused) -> None:
     ("monitor . --onc", "'--onc'. Did you mean '--once'?"),
     ("monitor . --step=3", "'--step'. There are: --interval, --json, --once, --wait."),
     ("report . --t b", "'--t'. Did you mean '--to'?"),
-    ("ckpt export . --where b", "'--where'. There are: --base, --dtype, --format, --json, --to."),
+    ("ckpt export . --where b", "'--where'. There are: --base, --dtype, --format, --json, --private, --to, --to-hub."),
     ("rollouts --head 2", "'--head'. Did you mean '--limit'?"),
     ("report . --output b", "'--output'. Did you mean '--to'?"),
     ("sft --resume", "'--resume'. Did you mean '--ckpt.resume-step'?"),

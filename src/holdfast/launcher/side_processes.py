@@ -23,8 +23,8 @@ from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.process.imports import module_command
 from holdfast.run.choose_run import command_line
+from holdfast.view.load_tracker import BUILT_IN, check_tracker
 from holdfast.view.sending import label_of
-from holdfast.view.tracker import BUILT_IN, check_tracker
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 300.0
 _SILENT_FAILURES = 3

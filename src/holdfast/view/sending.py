@@ -25,8 +25,9 @@ from holdfast.run.run_dir import RunDir, number_of, numbered_paths
 from holdfast.run.settings import settings_of_attempt
 from holdfast.view.answers import TextOf, read_answers, shown_parts, spread, text_of
 from holdfast.view.follow import EventLog, Tail
+from holdfast.view.load_tracker import load_tracker
 from holdfast.view.state import alarm_of
-from holdfast.view.tracker import TrackedRun, load_tracker
+from holdfast.view.tracker import TrackedRun
 
 _log = logging.getLogger("holdfast")
 _LOOK_S = 1.0

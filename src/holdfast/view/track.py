@@ -29,8 +29,8 @@ from holdfast.run.choose_run import add_run, command_line, is_evaluation, no_run
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 from holdfast.view.follow import EndSignals
+from holdfast.view.load_tracker import BUILT_IN, check_tracker
 from holdfast.view.sending import Sending, TrackerFailed
-from holdfast.view.tracker import BUILT_IN, check_tracker
 
 _log = logging.getLogger("holdfast")
 _MAX_HOME_BYTES = 107 - 48 - 8

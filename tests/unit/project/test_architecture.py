@@ -92,7 +92,7 @@ def test_unit_tests_lie_in_directories_of_the_packages() -> None:
 
 def test_no_file_has_more_lines_than_the_rules_allow() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "src").rglob("*.py")}
-    assert not {path: number for path, number in lines.items() if number > 650} and len(lines) <= 260
+    assert not {path: number for path, number in lines.items() if number > 650} and len(lines) <= 261
 
 
 def test_bytes_that_are_not_utf8_count_as_damage_wherever_msgspec_reads() -> None:

@@ -26,9 +26,10 @@ from holdfast.process.scratch import scratch_name
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import without_secrets
 from holdfast.view.follow import Tail
+from holdfast.view.load_tracker import check_tracker, load_tracker
 from holdfast.view.sending import Evaluations, Sending, TrackerFailed, new_steps, take_cursor
 from holdfast.view.track import main as track
-from holdfast.view.tracker import TrackedRun, check_tracker, load_tracker
+from holdfast.view.tracker import TrackedRun
 from tests.builders.broken_storage import unreadable
 from tests.builders.evaluations import evaluated
 from tests.runs.ports import free_port

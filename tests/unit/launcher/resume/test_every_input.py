@@ -44,6 +44,9 @@ EXCHANGED: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
         ({"trainer": {"model": {"tokenizer": "MODEL"}}}, "model/chat_template.jinja"),
         ({"trainer": {"model": {"tokenizer": "MODEL"}}}, "model/tokenizer.json"),
     ),
+    "ModelConfig.chat_template": (
+        ({"trainer": {"model": {"chat_template": "TEMPLATE"}}}, "model/chat_template.jinja"),
+    ),
     "CriticConfig.name": (({"trainer": {"advantage": "gae", "critic": {"name": "MODEL"}}}, "model/config.json"),),
     "KlConfig.reference": (({"trainer": {"kl": {"coef": 0.1, "reference": "MODEL"}}}, "model/model.safetensors"),),
     "RewardModelConfig.name": (({"trainer": {"reward_model": {"name": "MODEL"}}}, "model/config.json"),),
@@ -165,12 +168,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (tmp_path / "own_code.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
 def config_of(place: Path, settings: dict[str, Any]) -> RlConfig:
     """Return a run in `place` with these settings over its own, in which capitals stand for what is there."""
-    names = {"MODEL": "model", "ROWS": "rows.jsonl", "CODE": "own_code.py"}
+    names = {"MODEL": "model", "ROWS": "rows.jsonl", "CODE": "own_code.py", "TEMPLATE": "model/chat_template.jinja"}
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
