@@ -250,12 +250,6 @@ def test_a_mistake_is_one_message_that_says_what_to_do(case: Case, tmp_path: Pat
     assert not [line for line in run.log.splitlines() if any(words in line for words in too_early)], run.log
 
 
-def test_there_are_more_than_thirty_and_each_is_another() -> None:
-    assert len({(case.program, case.name) for case in CASES}) == len(CASES) > 30
-    assert len({(case.program, case.said) for case in CASES}) == len(CASES)
-    assert len(EVERYDAY) == sum(case.name in EVERYDAY for case in CASES) == 10
-
-
 @pytest.mark.launch
 def test_a_model_that_the_hub_does_not_give_is_told_before_torch_is_imported(tmp_path: Path, model: Path) -> None:
     words = ("--model.name", "someone/nothing", "--data.name", "{rows}")

@@ -88,12 +88,6 @@ def test_a_mistake_in_a_table_that_the_user_named_is_told_with_that_name(write: 
     assert "'trainer.environments.sums' " in refused("--trainer.environments", '{"sums": 3}', command=RlConfig)
 
 
-def test_the_environment_of_the_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SEED", "MAX_STEPS", "OUTPUT_DIR", "CLEAN"):
-        monkeypatch.setenv(name, "17")
-    assert sft() == SftConfig() and sft().seed == 0
-
-
 @pytest.mark.parametrize(("command", "flags", "content", "said"), [
     (SftConfig, ("@",), "[optim]\nschdule = 'linear'\n", ("'optim.schdule'", "'schedule'")),
     # With nothing similar the allowed keys are listed.

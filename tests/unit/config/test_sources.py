@@ -85,10 +85,6 @@ def refused(command: str, *argv: str) -> str:
     return str(caught.value)
 
 
-def test_the_table_is_of_forty_settings() -> None:
-    assert len({(command, key) for command, key, _, _ in TABLE}) >= 40
-
-
 @pytest.mark.parametrize(
     ("command", "key", "values", "bad"), TABLE, ids=lambda one: one if isinstance(one, str) else ""
 )

@@ -1,7 +1,6 @@
 """The recipes of docs/clusters.md are what the commands print and take; the manifests are of their kinds."""
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +79,3 @@ def test_the_job_set_is_one_and_its_nodes_meet_at_the_first() -> None:
     assert config.parallel.nodes == job["parallelism"] == job["completions"]
     assert config.parallel.num_ranks == int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert config.ckpt is not None and config.ckpt.grace_s < job["template"]["spec"]["terminationGracePeriodSeconds"]
-
-
-def test_the_page_names_files_that_exist() -> None:
-    assert {path.name for path in Path(MANIFESTS).iterdir()} == {"rl.yaml", "sft.yaml"}
