@@ -44,9 +44,6 @@ EXCHANGED: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
         ({"trainer": {"model": {"tokenizer": "MODEL"}}}, "model/chat_template.jinja"),
         ({"trainer": {"model": {"tokenizer": "MODEL"}}}, "model/tokenizer.json"),
     ),
-    "ModelConfig.chat_template": (
-        ({"trainer": {"model": {"chat_template": "TEMPLATE"}}}, "model/chat_template.jinja"),
-    ),
     "CriticConfig.name": (({"trainer": {"advantage": "gae", "critic": {"name": "MODEL"}}}, "model/config.json"),),
     "KlConfig.reference": (({"trainer": {"kl": {"coef": 0.1, "reference": "MODEL"}}}, "model/model.safetensors"),),
     "RewardModelConfig.name": (({"trainer": {"reward_model": {"name": "MODEL"}}}, "model/config.json"),),
@@ -80,6 +77,7 @@ SETTINGS: dict[str, str | tuple[str, ...]] = {
         "test_continued.py::test_what_a_run_depends_on_must_be_what_it_began_with",
     ),
     "CkptConfig.init_from": ("test_every_input.py::test_other_weights_to_begin_with_are_said",),
+    "ModelConfig.chat_template": ("test_config_models.py::test_a_chat_template_of_its_own_is_in_every_process",),
     "CkptConfig.resume_dir": ("test_resume.py::test_a_fork_begins_with_anothers_checkpoint",),
     "ReferencedLoss.reference_model": (
         "test_every_input.py::test_another_reference_of_dpo_is_said",
@@ -168,13 +166,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (tmp_path / "own_code.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
 def config_of(place: Path, settings: dict[str, Any]) -> RlConfig:
     """Return a run in `place` with these settings over its own, in which capitals stand for what is there."""
-    names = {"MODEL": "model", "ROWS": "rows.jsonl", "CODE": "own_code.py", "TEMPLATE": "model/chat_template.jinja"}
+    names = {"MODEL": "model", "ROWS": "rows.jsonl", "CODE": "own_code.py"}
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
