@@ -18,7 +18,6 @@ from holdfast.config.flags import flags_of
 from tests.conftest import ROOT
 from tests.pages.documentation import Command
 from tests.pages.runs import Checkout
-from tests.runs.browser import OpenPage
 
 _FETCHED = re.compile(r"""<(?:script|img|link|iframe|source)[^>]*(?:src|href)="?(https?://[^\s">]+)""")
 
@@ -54,33 +53,6 @@ def test_blocks_and_links_out_of_the_pages_arrive(site: Path) -> None:
     assert "```" not in (site / "environments.html").read_text()
     assert (site / "files/examples/sft_loop.py").read_bytes() == (ROOT / "examples/sft_loop.py").read_bytes()
     assert 'href="files/examples/sft_loop.py"' in (site / "checkpoints.html").read_text()
-
-
-_CUT = """(() => {
-    const width = document.documentElement.clientWidth, cut = [];
-    const scrolls = one => one && (/auto|scroll/.test(getComputedStyle(one).overflowX) || scrolls(one.parentElement));
-    for (const one of document.querySelectorAll("pre, code, table, img"))
-        if (one.getBoundingClientRect().right > width + 1 && !scrolls(one)) cut.push(one.textContent.slice(0, 60));
-    return document.documentElement.scrollWidth > width + 1 ? [...cut, "the page scrolls sideways"] : cut;
-})()"""
-"""Blocks, tables and pictures whose end nobody can scroll to."""
-_WIDE = """[...document.querySelectorAll(".md-typeset__scrollwrap")]
-    .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.slice(0, 60))"""
-"""Tables whose end one must scroll to."""
-
-
-@pytest.mark.docs
-def test_nothing_is_cut_on_a_large_window_and_on_a_phone(site: Path, tmp_path: Path) -> None:
-    pages = sorted(site.rglob("*.html"))
-    with OpenPage(tmp_path) as page:
-        for path in pages:
-            page.go_to(path.as_uri())
-            page.when(f"document.readyState == 'complete' && location.href == '{path.as_uri()}'")
-            for width in (1366, 390):
-                page.resize(width)
-                assert page.evaluate(_CUT) == [], f"{path.name} at {width} pixels"
-                assert width < 1366 or path.parent != site or page.evaluate(_WIDE) == [], path.name
-    assert len(pages) > 40
 
 
 @pytest.mark.parametrize("command", options.SETTINGS)
