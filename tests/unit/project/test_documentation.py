@@ -13,6 +13,7 @@ import pytest
 import yaml
 from fastapi import Response
 
+from docs_tools.english import Page, faults_of_code, overall, pages
 from docs_tools.listing import free_settings
 from holdfast import JudgeConfig, TaskSeed, errors, judging
 from holdfast.chat.tokenizer import load_tokenizer
@@ -29,7 +30,6 @@ from tests.forking.commands import shared_commands
 from tests.integration.test_documented_commands import STARTED
 from tests.pages import documentation, guarantees
 from tests.pages.documentation import PAGES, Block, anchors, behind_uv, blocks, commands, links, prose, shows
-from tests.pages.english import Page, faults_of_code, overall, pages
 from tests.pages.runs import Checkout, can_be_started, settings_file
 from tests.servers.judge import Body, FakeJudge, completion, judge_serving
 from tests.unit.conftest import Command as RunCommand

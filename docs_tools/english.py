@@ -1,6 +1,6 @@
 """The English of README, docs, docstrings and comments: length of sentences, share of function words, patterns of bad
-style. `python -m tests.pages.english [PAGE --worst 30]` prints pages and the worst sentences, and exits with 1 if a
-limit does not hold; `python -m tests.pages.english src/holdfast/cli.py` does so for docstrings and comments, by their
+style. `python -m docs_tools.english [PAGE --worst 30]` prints pages and the worst sentences, and exits with 1 if a
+limit does not hold; `python -m docs_tools.english src/holdfast/cli.py` does so for docstrings and comments, by their
 lines. Fenced blocks, footnotes and generated parts do not count."""
 
 import argparse
@@ -222,7 +222,7 @@ def _comments(path: Path) -> Iterator[tuple[int, str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the measurements of the pages; return 1 if a limit does not hold."""
-    parser = argparse.ArgumentParser(prog="python -m tests.pages.english")
+    parser = argparse.ArgumentParser(prog="python -m docs_tools.english")
     parser.add_argument(
         "pages", nargs="*", type=Path, help="default: README.md and docs/*.md, below this directory; or modules"
     )
