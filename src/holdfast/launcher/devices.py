@@ -12,16 +12,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from holdfast.config import resolved
 from holdfast.config.base import BY_DEVICE, DeviceType
 from holdfast.config.inference import InferenceConfig
-from holdfast.config.resolved import (
-    PICKABLE,
-    choose_for_engine,
-    choose_for_training,
-    open_settings,
-    set_values,
-    shown_setting,
-)
 from holdfast.config.rl import RlConfig
 from holdfast.config.rl_trainer import CollectiveWeights, TrainerConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, TrainingCommand
@@ -262,7 +255,7 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
     device = placement.trainer_device
     before = settings_of_run(config, clean=clean)
     dtype = before.get("model", {}).get("dtype") if config.model.dtype is None else None
-    chosen = choose_for_training(config, device, num_devices=len(placement.trainer), dtype=dtype)
+    chosen = resolved.choose_for_training(config, device, num_devices=len(placement.trainer), dtype=dtype)
     try:
         config.parallel.check_ranks(config.parallel.world_size)
     except ValueError as error:
@@ -278,7 +271,7 @@ def choose_training(config: TrainingCommand, placement: Placement, *, clean: boo
 def choose_rl(config: RlConfig, placement: Placement, machine: Machine, *, starts_inference: bool) -> dict[str, Any]:
     """Fill in, in place, what the settings of trainer and engines leave to their devices; return it by dotted key."""
     of_trainer = choose_training(config.trainer, placement, clean=config.clean)
-    of_engine = choose_for_engine(
+    of_engine = resolved.choose_for_engine(
         config.inference, machine.engine_device, dtype=config.trainer.model.compute_dtype, shares_gpu=placement.shares
     )
     if config.trainer.sampler_dtype is None:
@@ -289,7 +282,7 @@ def choose_rl(config: RlConfig, placement: Placement, machine: Machine, *, start
 
 def choose_inference(config: InferenceConfig, machine: Machine) -> dict[str, Any]:
     """Fill in, in place, what the settings of an engine by itself leave to its device; return it by dotted key."""
-    return choose_for_engine(config, machine.engine_device)
+    return resolved.choose_for_engine(config, machine.engine_device)
 
 
 def settings_of_run(config: TrainingCommand, *, clean: bool) -> dict[str, Any]:
@@ -310,11 +303,11 @@ def keep_picks(config: TrainingCommand, before: Mapping[str, Any]) -> None:
     `before`: the result of `settings_of_run`."""
     if not isinstance(config, TrainerConfig):
         return
-    config.picked = [key for key in before.get("picked", ()) if key in PICKABLE]
-    for key in [key for key in config.picked if key in open_settings(config)]:
+    config.picked = [key for key in before.get("picked", ()) if key in resolved.PICKABLE]
+    for key in [key for key in config.picked if key in resolved.open_settings(config)]:
         value = reduce(lambda table, name: table[name], key.split("."), before)
-        set_values(config, {key: value})
-        print(f"{shown_setting(key, value)}, kept from the run, which picked it to fit a GPU")
+        resolved.set_values(config, {key: value})
+        print(f"{resolved.shown_setting(key, value)}, kept from the run, which picked it to fit a GPU")
 
 
 def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: bool) -> dict[str, Any]:

@@ -11,18 +11,10 @@ from typing import Any
 
 import msgspec
 
+from holdfast.config import resolved
 from holdfast.config.base import CkptConfig
 from holdfast.config.inference import InferenceConfig
 from holdfast.config.orchestrator import OrchestratorConfig
-from holdfast.config.resolved import (
-    GPU_MEMORY_UTILIZATION,
-    SHARED_GPU_MEMORY_UTILIZATION,
-    choose_for_engine,
-    choose_for_training,
-    open_settings,
-    set_values,
-    shown_setting,
-)
 from holdfast.config.rl import RlConfig
 from holdfast.config.training import TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError
@@ -104,7 +96,7 @@ def forecast_alone(config: TrainingCommand | RlConfig) -> int:
         found = fit_gpu(config, card, before) if is_one else None
         shares = bool(config.share_gpus or is_one)
         trainer.model.dtype = _on_gpu(trainer, before).model.dtype
-        choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=shares)
+        resolved.choose_for_engine(config.inference, "cuda", dtype=trainer.model.dtype, shares_gpu=shares)
         engine = PlannedEngine(config.inference, shares, found)
         tell_forecast(trainer, load_of(config.orchestrator), card, prefix="trainer.", engine=engine)
     else:
@@ -141,7 +133,7 @@ def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> 
         return None
     planned = _on_gpu(trainer, before)
     config.inference.model.dtype = config.inference.model.dtype or planned.model.dtype
-    ckpt, may_pick = trainer.ckpt or CkptConfig(), open_settings(trainer)
+    ckpt, may_pick = trainer.ckpt or CkptConfig(), resolved.open_settings(trainer)
     if ckpt.init_from is not None:  # whole weights or adapters decide it
         may_pick = tuple(key for key in may_pick if key != "model.lora")
     if before and (ckpt.resume_dir is not None or RunDir(trainer.output_dir).has_work()):
@@ -156,20 +148,21 @@ def fit_gpu(config: RlConfig, card: float | None, before: Mapping[str, Any]) -> 
         print(f"planning a step on the GPU that trainer and engine share ({card / GIB:.1f} GiB)", flush=True)
         found = _driven(planned, load_of(config.orchestrator), room, "trainer.")
     if isinstance(found, NoForecast):
-        print(f"inference.engine.{_SHARE} = {SHARED_GPU_MEMORY_UTILIZATION}: no plan could be made: {found.reason}")
+        share = resolved.SHARED_GPU_MEMORY_UTILIZATION
+        print(f"inference.engine.{_SHARE} = {share}: no plan could be made: {found.reason}")
         return found
     least, peak = room.least(found.step), found.peak[1].total
     if not room.fits(found):
         print("\n".join(_described(found, planned.model.compute_dtype)))
         shared, offload = least * room.card / 100, "--trainer.parallel.cpu-offload"
         _trainer_line(found, room.card, room.left(found.step), shared, offload=offload)  # raises
-    set_values(trainer, found.picked)
+    resolved.set_values(trainer, found.picked)
     trainer.picked = [*trainer.picked, *found.picked]
     for key, value in found.picked.items():
         less = f"{peak / GIB:.1f} GiB in place of {found.unpicked_bytes / GIB:.1f}"
-        print(f"trainer.{shown_setting(key, value)}, picked so that a step fits beside the engine: {less} GiB")
+        print(f"trainer.{resolved.shown_setting(key, value)}, picked so that a step fits beside the engine: {less} GiB")
     rest = 100 * (room.card - room.taken - peak) // room.card
-    engine.gpu_memory_utilization = max(least / 100, min(GPU_MEMORY_UTILIZATION, rest / 100))
+    engine.gpu_memory_utilization = max(least / 100, min(resolved.GPU_MEMORY_UTILIZATION, rest / 100))
     print(
         f"inference.engine.{_SHARE} = {engine.gpu_memory_utilization:g}, which a step leaves: it takes "
         f"{peak / GIB:.1f} GiB and {_RESERVED}, of {room.card / GIB:.1f} GiB"
@@ -181,7 +174,7 @@ def _on_gpu(config: TrainingCommand, before: Mapping[str, Any] | None = None) ->
     """Return the settings of a step on a GPU; `before`: settings of the run that it continues."""
     config = config.model_copy(update={"max_steps": 2**31, "profile": None}, deep=True)  # perhaps not known yet
     dtype = (before or {}).get("model", {}).get("dtype")
-    choose_for_training(config, "cuda", num_devices=config.parallel.ranks, dtype=dtype)
+    resolved.choose_for_training(config, "cuda", num_devices=config.parallel.ranks, dtype=dtype)
     config.parallel.device, config.parallel.card_gb = "cuda", None
     return config
 

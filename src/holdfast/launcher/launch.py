@@ -22,31 +22,9 @@ from holdfast.config.rl import RlConfig, hand_down_shared
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, NodeLost, RunDirError
+from holdfast.launcher import devices, forecast, preflight
 from holdfast.launcher.cluster.cluster import check_shared, trainer_names, wait_for_places
 from holdfast.launcher.cluster.slurm import submit_rl, submit_training
-from holdfast.launcher.devices import (
-    Placement,
-    choose_inference,
-    choose_rl,
-    choose_training,
-    describe,
-    evaluation_gpus,
-    inference_gpus,
-    keep_picks,
-    place_rl,
-    place_training,
-    settings_of_run,
-    this_machine,
-    with_engines,
-)
-from holdfast.launcher.forecast import (
-    PlannedEngine,
-    fit_gpu,
-    forecast_alone,
-    forecast_beside,
-    forecast_meanwhile,
-    load_of,
-)
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.nodes import Follower, Nodes, Registration, in_vain, meet
 from holdfast.launcher.outer_nodes import with_outer_nodes
@@ -59,15 +37,6 @@ from holdfast.launcher.plan import (
     planned_engine,
     planned_trainer,
     print_table,
-)
-from holdfast.launcher.preflight import (
-    check_evaluations,
-    check_inference,
-    check_orchestrator,
-    check_rl,
-    check_training,
-    settle_length,
-    summary,
 )
 from holdfast.launcher.restart_policy import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.restarts import watch
@@ -92,7 +61,7 @@ _NODE_HEARTBEAT_TIMEOUT_S = 120.0
 
 
 def with_evaluations(
-    plan: Plan, attempt: Attempt, config: TrainingCommand, placement: Placement, gpus: tuple[Gpu, ...]
+    plan: Plan, attempt: Attempt, config: TrainingCommand, placement: devices.Placement, gpus: tuple[Gpu, ...]
 ) -> Plan:
     """Return `plan` with the process that evaluates, if `config` asks for one."""
     if not isinstance(config, EvaluatedCommand) or config.eval is None:
@@ -114,33 +83,33 @@ def with_evaluations(
 def launch_training(config: TrainingCommand) -> int:
     """Run `sft`, `dpo`, `reward-model`, or only the trainer of `rl`; return the exit code."""
     if _plans_only(config, config.parallel, key="parallel"):
-        return forecast_alone(config)
+        return forecast.forecast_alone(config)
     if isinstance(config, SupervisedCommand) and config.slurm is not None:
-        check_training(config)
+        preflight.check_training(config)
         return submit_training(config)
     config, rank = with_outer_nodes(config, os.environ)
-    check_training(config)
+    preflight.check_training(config)
     check_outputs(config)
-    check_evaluations(config)
-    keep_picks(config, settings_of_run(config, clean=config.clean))
-    survey = settle_length(config, clean=config.clean)
-    machine = this_machine(find_gpus())
-    placement = place_training(config.parallel, machine)
-    gpus = evaluation_gpus(config, placement, machine)
+    preflight.check_evaluations(config)
+    devices.keep_picks(config, devices.settings_of_run(config, clean=config.clean))
+    survey = preflight.settle_length(config, clean=config.clean)
+    machine = devices.this_machine(find_gpus())
+    placement = devices.place_training(config.parallel, machine)
+    gpus = devices.evaluation_gpus(config, placement, machine)
     asked = config.model_copy(deep=True)
-    chosen = choose_training(config, placement, clean=config.clean)
+    chosen = devices.choose_training(config, placement, clean=config.clean)
     environment = placement.environment(placement.trainer)
     if config.parallel.nodes > 1 and not config.dry_run:
-        print(describe(placement, chosen))
-        print(summary(config, survey))
+        print(devices.describe(placement, chosen))
+        print(preflight.summary(config, survey))
         if placement.trainer:
-            forecast_meanwhile(config, _card(placement))
+            forecast.forecast_meanwhile(config, _card(placement))
         return launch_on_nodes(config, rank=rank, environment=environment)
     attempt = prepare(config, clean=config.clean, dry_run=config.dry_run)
     config = with_resume(config, attempt.resume_step)
     path = write_config(attempt, process_name(config), config, dry_run=config.dry_run)
-    print(describe(placement, chosen))
-    print(summary(config, survey))
+    print(devices.describe(placement, chosen))
+    print(preflight.summary(config, survey))
     plan = Plan(
         attempt,
         {"trainer": trainer_command(config, path)},
@@ -156,10 +125,10 @@ def launch_training(config: TrainingCommand) -> int:
             if told := other_data(saved, survey.fingerprint, step=attempt.resume_step):
                 print(told)
         _print_plan(plan)
-        forecast_beside(config if placement.trainer else asked, _card(placement))
+        forecast.forecast_beside(config if placement.trainer else asked, _card(placement))
         return 0
     if placement.trainer:
-        forecast_meanwhile(config, _card(placement))
+        forecast.forecast_meanwhile(config, _card(placement))
     return watch(plan)
 
 
@@ -173,7 +142,7 @@ def resolve_for_import(config: SupervisedCommand, source: Path) -> SupervisedCom
             "--slurm and --parallel.nodes"
         )
     config = with_resume(config, None)
-    check_training(config)
+    preflight.check_training(config)
     run_dir.lock()
     if run_dir.holds_run() or run_dir.has_work():
         steps = ", ".join(str(entry.step) for entry in run_dir.entries()) or "none"
@@ -181,8 +150,10 @@ def resolve_for_import(config: SupervisedCommand, source: Path) -> SupervisedCom
             f"{run_dir.path} holds a run already (checkpoints: {steps}), and {source} begins one. Continue it with "
             "--ckpt.resume-step auto, or choose another directory with --output-dir."
         )
-    settle_length(config, clean=False)
-    choose_training(config, place_training(config.parallel, this_machine(find_gpus())), clean=False)
+    preflight.settle_length(config, clean=False)
+    devices.choose_training(
+        config, devices.place_training(config.parallel, devices.this_machine(find_gpus())), clean=False
+    )
     return config
 
 
@@ -193,7 +164,7 @@ def _plans_only(config: Command, parallel: ParallelConfig, *, key: str) -> bool:
     return parallel.card_gb is not None
 
 
-def _card(placement: Placement) -> float | None:
+def _card(placement: devices.Placement) -> float | None:
     """Return the bytes of the smallest GPU of the trainer; None if it has none, or a GPU does not say."""
     return min((gpu.num_bytes for gpu in placement.trainer), default=0) or None
 
@@ -272,45 +243,45 @@ def trainer_command(config: TrainingCommand, path: Path) -> list[str]:
 def launch_rl(config: RlConfig) -> int:
     """Run trainer, orchestrator and, unless it uses running ones, inference servers; return the exit code."""
     if _plans_only(config, config.trainer.parallel, key="trainer.parallel"):
-        return forecast_alone(hand_down_shared(config))
+        return forecast.forecast_alone(hand_down_shared(config))
     picks_port = picks_its_port(config)
-    machine, given = this_machine(find_gpus()), config
+    machine, given = devices.this_machine(find_gpus()), config
     is_here = config.cluster is None and config.slurm is None
-    config = hand_down_shared(with_engines(config, machine) if is_here else config)
+    config = hand_down_shared(devices.with_engines(config, machine) if is_here else config)
     if config.slurm is not None:
-        check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
+        preflight.check_rl(config, starts_inference="urls" not in given.orchestrator.client.model_fields_set)
         return submit_rl(config, given)
     with (
         placed_on_cluster(config) as places,
         nullcontext(places.servers(config)) if places else chosen_servers(config, picks_port=picks_port) as servers,
     ):
         machine = places.machine if places else machine
-        check_rl(config, starts_inference=servers.starts_own)
+        preflight.check_rl(config, starts_inference=servers.starts_own)
         check_outputs(config.trainer)
-        placement = place_rl(config, machine, starts_inference=servers.starts_own)
-        before = settings_of_run(config.trainer, clean=config.clean)
-        keep_picks(config.trainer, before)
-        found = fit_gpu(config, _card(placement), before) if placement.is_one_gpu else None
-        settle_length(config.trainer, clean=config.clean)
+        placement = devices.place_rl(config, machine, starts_inference=servers.starts_own)
+        before = devices.settings_of_run(config.trainer, clean=config.clean)
+        devices.keep_picks(config.trainer, before)
+        found = forecast.fit_gpu(config, _card(placement), before) if placement.is_one_gpu else None
+        preflight.settle_length(config.trainer, clean=config.clean)
         asked = config.trainer.model_copy(deep=True)
-        chosen = choose_rl(config, placement, machine, starts_inference=servers.starts_own)
+        chosen = devices.choose_rl(config, placement, machine, starts_inference=servers.starts_own)
         make_plan = partial(_plan_rl, config, placement, starts_inference=servers.starts_own, places=places)
         plan = make_plan()
         if servers.line:
             print(servers.line)
-        print(describe(placement, chosen, engines=(placement.engines or ((),)) if servers.starts_own else ()))
+        print(devices.describe(placement, chosen, engines=(placement.engines or ((),)) if servers.starts_own else ()))
         trainer = config.trainer.model_copy(update={"dry_run": config.dry_run})
-        print(summary(trainer, None, config.orchestrator))
-        load, engine = load_of(config.orchestrator), None
+        print(preflight.summary(trainer, None, config.orchestrator))
+        load, engine = forecast.load_of(config.orchestrator), None
         if placement.engines:
-            engine = PlannedEngine(config.inference, placement.shares, found)
+            engine = forecast.PlannedEngine(config.inference, placement.shares, found)
         if config.dry_run:
             _print_plan(plan)
             trained = config.trainer if placement.trainer else asked
-            forecast_beside(trained, _card(placement), load, prefix="trainer.", engine=engine)
+            forecast.forecast_beside(trained, _card(placement), load, prefix="trainer.", engine=engine)
             return 0
         if placement.trainer and found is None:  # else its plan has been told
-            forecast_meanwhile(config.trainer, _card(placement), load, prefix="trainer.", engine=engine)
+            forecast.forecast_meanwhile(config.trainer, _card(placement), load, prefix="trainer.", engine=engine)
         healing = RestartPolicy(
             again=partial(make_plan, again=True),
             restarts=RestartLimit(config.max_restarts, config.restart_window_s),
@@ -325,7 +296,7 @@ def launch_rl(config: RlConfig) -> int:
 
 def _plan_rl(
     config: RlConfig,
-    placement: Placement,
+    placement: devices.Placement,
     *,
     starts_inference: bool,
     places: ClusterPlacement | None,
@@ -380,7 +351,7 @@ def _plan_rl(
 
 def launch_orchestrator(config: OrchestratorConfig) -> int:
     """Become the orchestrator of a run whose trainer is started elsewhere."""
-    check_orchestrator(config)
+    preflight.check_orchestrator(config)
     run_dir = RunDir(config.output_dir)
     if not config.dry_run:
         run_dir.lock_orchestrator(over_exec=True)
@@ -409,10 +380,10 @@ def launch_orchestrator(config: OrchestratorConfig) -> int:
 
 def launch_inference(config: InferenceConfig) -> int:
     """Become the inference server."""
-    check_inference(config)
-    machine = this_machine(find_gpus())
-    gpus = inference_gpus(config, machine)
-    choose_inference(config, machine)
+    preflight.check_inference(config)
+    machine = devices.this_machine(find_gpus())
+    gpus = devices.inference_gpus(config, machine)
+    devices.choose_inference(config, machine)
     attempt = Attempt(RunDir(config.output_dir), 0, None)
     path = write_config(attempt, "inference", config, dry_run=config.dry_run)
     if config.dry_run:
@@ -427,7 +398,7 @@ def launch_inference(config: InferenceConfig) -> int:
         )
     reservation.keep_over_exec()
     print(f"loading vLLM to serve {config.model.name} at {config.server.url}; usually 15-60 s on CPU", flush=True)
-    os.environ.update(Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus))
+    os.environ.update(devices.Placement(engines=(gpus,), hides_gpus=bool(machine.inventory.gpus)).environment(gpus))
     return _become(module_command("holdfast.inference.main", str(path)), "inference")
 
 

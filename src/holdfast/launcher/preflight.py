@@ -32,21 +32,8 @@ from holdfast.process.child import LAUNCHER_ENV, die_with_launcher, killed_by, r
 from holdfast.process.gpus import require_vllm
 from holdfast.process.imports import load_function, load_loss, module_command
 from holdfast.protocol.inference import read_admin_token
+from holdfast.run import inputs
 from holdfast.run.data_files import find_files
-from holdfast.run.inputs import (
-    Survey,
-    ask_hub,
-    check_data_path,
-    check_max_len,
-    check_model_path,
-    check_tokenizer_path,
-    check_weights_path,
-    count_parameters,
-    data_line,
-    in_short,
-    steps_of,
-    too_few_for_a_step,
-)
 from holdfast.run.run_dir import RunDir
 from holdfast.view.tables import size
 
@@ -55,15 +42,15 @@ def check_training(config: TrainingCommand) -> None:
     """Check models, data and functions of the user of one training program. Raise DataError or ReadError if a local
     path is missing, of another kind or unreadable; ConfigError if a function of the user cannot be loaded, or a setting
     is missing that `rl` would hand down."""
-    check_model_path(config.model.name, key="model.name")
+    inputs.check_model_path(config.model.name, key="model.name")
     ckpt = config.ckpt
     if config.model.init == "pretrained" and not (ckpt and (ckpt.resume_step or ckpt.resume_dir or ckpt.init_from)):
-        check_weights_path(config.model.name)
+        inputs.check_weights_path(config.model.name)
     if isinstance(config, SupervisedCommand):
         key = "model.tokenizer" if config.model.tokenizer else "model.name"
-        check_tokenizer_path(config.model.tokenizer_name, key=key)
+        inputs.check_tokenizer_path(config.model.tokenizer_name, key=key)
         for source in config.data.sources:
-            check_data_path(source.name, key=config.data.key, split=source.split)
+            inputs.check_data_path(source.name, key=config.data.key, split=source.split)
     if isinstance(config, DpoConfig) and config.reference_model:
         _check_weights(config.reference_model, key="loss.reference_model")
     if config.hooks:
@@ -81,7 +68,7 @@ def check_training(config: TrainingCommand) -> None:
             _check_weights(name, key=key)
     if config.pretraining is not None:
         data = config.pretraining.data
-        check_data_path(data.name, key="pretraining.data.name", split=data.split)
+        inputs.check_data_path(data.name, key="pretraining.data.name", split=data.split)
     loss = config.loss
     if isinstance(loss, BuiltInLoss) and loss.aggregation == "constant" and loss.constant_tokens is None:
         raise ConfigError(
@@ -93,8 +80,8 @@ def check_training(config: TrainingCommand) -> None:
 
 
 def _check_weights(name: str, *, key: str) -> None:
-    check_model_path(name, key=key)
-    check_weights_path(name, key=key)
+    inputs.check_model_path(name, key=key)
+    inputs.check_weights_path(name, key=key)
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:
@@ -119,12 +106,12 @@ def check_inference(config: InferenceConfig) -> None:
             "an --output-dir of its own, or let `rl` start them with --inference.engines."
         )
     read_admin_token(config.server.admin_token_env)
-    check_model_path(config.model.name, key="model.name")
+    inputs.check_model_path(config.model.name, key="model.name")
     if config.model.load == "auto":
-        check_weights_path(config.model.name, needs_index=False)
+        inputs.check_weights_path(config.model.name, needs_index=False)
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
-    check_tokenizer_path(config.model.tokenizer_name, key=key)
-    check_max_len(config, config.model.name, key="model")
+    inputs.check_tokenizer_path(config.model.tokenizer_name, key=key)
+    inputs.check_max_len(config, config.model.name, key="model")
     require_vllm()
 
 
@@ -133,7 +120,7 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
     if starts_inference:
         require_vllm()
     model = config.orchestrator.model
-    check_tokenizer_path(model.tokenizer_name, key="model.tokenizer" if model.tokenizer else "model.name")
+    inputs.check_tokenizer_path(model.tokenizer_name, key="model.tokenizer" if model.tokenizer else "model.name")
     check_training(config.trainer.model_copy(update={"dry_run": config.dry_run}))
     check_orchestrator(config.orchestrator)
     seq_len, max_len = config.orchestrator.seq_len, config.inference.model.max_len
@@ -143,7 +130,7 @@ def check_rl(config: RlConfig, *, starts_inference: bool) -> None:
             "that the inference server takes. Lower seq_len or raise max_len."
         )
     if starts_inference:
-        check_max_len(config.inference, config.inference.model.name, key="inference.model")
+        inputs.check_max_len(config.inference, config.inference.model.name, key="inference.model")
 
 
 def check_evaluations(config: TrainingCommand) -> None:
@@ -153,7 +140,7 @@ def check_evaluations(config: TrainingCommand) -> None:
     if config.parallel.nodes > 1:  # by an outer launcher
         raise ConfigError(NOT_ON_NODES)
     require_vllm()
-    check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
+    inputs.check_max_len(config.eval.inference, config.model.name, key="eval.inference.model")
     for section in config.eval.environments:
         for value in section.args.values():
             sources = [source.name for source in config.data.sources]
@@ -209,7 +196,7 @@ def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
     raise error
 
 
-def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
+def settle_length(config: TrainingCommand, *, clean: bool) -> inputs.Survey | None:
     """Fill in, in place, the length and rates of a run that its settings leave open.
 
     A resumed run keeps its values; a new one reads its data if its length is a number of epochs.
@@ -234,7 +221,7 @@ def settle_length(config: TrainingCommand, *, clean: bool) -> Survey | None:
             survey = _survey(config)
             if is_open:
                 config.epochs = config.epochs or 1.0
-                config.max_steps = steps_of(config, survey, config.epochs)
+                config.max_steps = inputs.steps_of(config, survey, config.epochs)
     config.settle_rates({})
     fresh = config.optim
     config.settle_rates(
@@ -259,35 +246,39 @@ def _is_here(config: SupervisedCommand) -> bool:
     return is_here and Path(config.model.tokenizer_name).exists()
 
 
-def _survey(config: SupervisedCommand) -> Survey:
+def _survey(config: SupervisedCommand) -> inputs.Survey:
     model, tokenizer = config.model.name, config.model.tokenizer_name
     for name, key, file in ((model, "model.name", "config.json"), (tokenizer, "model.tokenizer", "tokenizer.json")):
         if not Path(name).is_dir():
             print(f"asking the hub for {name}", flush=True)
-            ask_hub(name, key=key, file=file)
+            inputs.ask_hub(name, key=key, file=file)
     print(f"reading {config.data.label}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "survey.json"
         asked = config.model_copy(update={"max_steps": 2**31, "profile": None})
         check_in_child("holdfast.trainer.survey", asked, config.program, str(path))
-        return msgspec.json.decode(path.read_bytes(), type=Survey)
+        return msgspec.json.decode(path.read_bytes(), type=inputs.Survey)
 
 
-def summary(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None = None) -> str:
+def summary(
+    config: TrainingCommand, survey: inputs.Survey | None, orchestrator: OrchestratorConfig | None = None
+) -> str:
     """Return the lines that describe a run; `survey`: of its data, if they were read."""
     return "\n".join(_lines(config, survey, orchestrator))
 
 
-def _lines(config: TrainingCommand, survey: Survey | None, orchestrator: OrchestratorConfig | None) -> Iterator[str]:
-    parameters = count_parameters(config.model.name)
+def _lines(
+    config: TrainingCommand, survey: inputs.Survey | None, orchestrator: OrchestratorConfig | None
+) -> Iterator[str]:
+    parameters = inputs.count_parameters(config.model.name)
     adapters = f", LoRA of rank {config.model.lora.rank}" if config.model.lora is not None else ""
-    count = f", {in_short(parameters)} parameters" if parameters else ""
+    count = f", {inputs.in_short(parameters)} parameters" if parameters else ""
     is_unseen = config.dry_run and survey is None and not Path(config.model.name).is_dir()
     where = ", of the hub, not looked at" if is_unseen else ""
     yield f"model: {config.model.name}{where}{count}, {config.model.compute_dtype}{adapters}"
     if survey is not None and isinstance(config, SupervisedCommand):
-        yield data_line(config, survey)
-        if told := too_few_for_a_step(config, survey):
+        yield inputs.data_line(config, survey)
+        if told := inputs.too_few_for_a_step(config, survey):
             yield f"  {told}"
         yield from (f"  WARNING: {note}" for note in survey.notes if config.dry_run)  # else the trainer reports them
         yield from (f"  {side} {text}" for side, text in survey.first.items())

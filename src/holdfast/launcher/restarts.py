@@ -22,21 +22,11 @@ from typing import TypeVar
 
 from holdfast.config.inference import is_engine
 from holdfast.errors import STORAGE_FAILED, HoldfastError, ProcessDied, ReadError, is_storage_failure
+from holdfast.launcher import restart_policy
 from holdfast.launcher.cluster.cluster import is_trainer, wait_for_places
 from holdfast.launcher.cluster.hosts import THIS_MACHINE
 from holdfast.launcher.liveness import PROBE_PERIOD_S, LivenessMonitor, place_of_beats
 from holdfast.launcher.plan import EVALUATION, Plan
-from holdfast.launcher.restart_policy import (
-    FailureDetector,
-    RestartLimit,
-    RestartPolicy,
-    StorageBackoff,
-    exit_report,
-    fullest,
-    how_it_ended,
-    profile_lines,
-    report_stop,
-)
 from holdfast.launcher.resume.config_diff import change_training, changed_inputs
 from holdfast.launcher.resume.resume_step import clear_unpublished
 from holdfast.launcher.side_processes import SideProcesses
@@ -53,7 +43,7 @@ _EVALUATION_STORAGE_S = 3600.0
 T = TypeVar("T")
 
 
-def watch(plan: Plan, healing: RestartPolicy | None = None) -> int:
+def watch(plan: Plan, healing: restart_policy.RestartPolicy | None = None) -> int:
     """Run the processes of `plan` to their end; return the exit code. `healing`: unset: the first death ends the run.
     Raise ProcessDied if a process died and was not to be started again."""
     make_output_lossy()
@@ -89,7 +79,7 @@ class _Watcher:
         self,
         plan: Plan,
         supervisor: Supervisor,
-        healing: RestartPolicy | None,
+        healing: restart_policy.RestartPolicy | None,
         monitors: dict[str, LivenessMonitor],
         beats: Path,
         side_processes: SideProcesses,
@@ -98,10 +88,10 @@ class _Watcher:
         self._plan = plan
         self._supervisor = supervisor
         self._healing = healing
-        self._detector = FailureDetector(healing, supervisor, monitors)
-        self._of_evaluation = RestartLimit(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
-        self._storage_backoff = healing.storage_backoff if healing else StorageBackoff(0.0)
-        self._evaluation_storage = StorageBackoff(_EVALUATION_STORAGE_S)
+        self._detector = restart_policy.FailureDetector(healing, supervisor, monitors)
+        self._of_evaluation = restart_policy.RestartLimit(_MAX_EVALUATION_RESTARTS, _EVALUATION_WINDOW_S)
+        self._storage_backoff = healing.storage_backoff if healing else restart_policy.StorageBackoff(0.0)
+        self._evaluation_storage = restart_policy.StorageBackoff(_EVALUATION_STORAGE_S)
         self._run_dir = plan.attempt.run_dir
         self._logs = self._run_dir.logs(plan.attempt.number)
         self._journal = self._journaled()
@@ -128,7 +118,7 @@ class _Watcher:
         code = 0
         if outcome is not None:
             attempt, config = self._plan.attempt, self._plan.trainer
-            code = report_stop(outcome, self._trainer(), step=step, attempt=attempt, config=config)
+            code = restart_policy.report_stop(outcome, self._trainer(), step=step, attempt=attempt, config=config)
         else:
             print(f"finished step {step} of {last}; weights: {self._run_dir.weights_of(step)}")
         self._tell_end(code)
@@ -150,8 +140,10 @@ class _Watcher:
     def _tell_end(self, exit_code: int, *, error: str | None = None) -> None:
         """Report how the run can continue: on the console, in `--log-format json`, and in the events."""
         step = self._console.last_step
-        lines, fields = exit_report(self._plan.attempt, self._plan.trainer, step=step, exit_code=exit_code)
-        for line in [*lines, *profile_lines(self._run_dir, self._plan.trainer)]:
+        lines, fields = restart_policy.exit_report(
+            self._plan.attempt, self._plan.trainer, step=step, exit_code=exit_code
+        )
+        for line in [*lines, *restart_policy.profile_lines(self._run_dir, self._plan.trainer)]:
             print(line, flush=True)
         if (output := json_lines()) is not None:
             output.end = fields
@@ -290,16 +282,16 @@ class _Watcher:
                 )
             return self._go_on_without(child)
         if storage_s is None:
-            self._console.say(f"{child.name} {how_it_ended(child)}: starting it again")
+            self._console.say(f"{child.name} {restart_policy.how_it_ended(child)}: starting it again")
             number = self._pause(delay_s)
         else:
             number = self._pause_for_storage(self._detector.error_of(child), delay_s)
         if number is not None:
             return number
-        self._console.note("starting again", restarted=child.name, reason=how_it_ended(child))
+        self._console.note("starting again", restarted=child.name, reason=restart_policy.how_it_ended(child))
         return self._watch_after(lambda: self._restart(child))
 
-    def _wait_for_places(self, healing: RestartPolicy) -> int | None:
+    def _wait_for_places(self, healing: restart_policy.RestartPolicy) -> int | None:
         """Wait until the cluster has a place for every process; return the number of a signal that came."""
         if healing.cluster is None:
             return None
@@ -336,7 +328,7 @@ class _Watcher:
             self._supervisor.stop()
             given_up = ProcessDied(str(error))
             if timeout_s := self._storage_backoff.timeout_s:
-                path, free_bytes = fullest(self._run_dir)  # on a full disk the log may have no reason
+                path, free_bytes = restart_policy.fullest(self._run_dir)  # on a full disk the log may have no reason
                 told = f"waited for in vain for {timeout_s:g} s: {path} has {free_bytes:,} bytes free"
                 given_up.args = (f"{error}\n       the storage was {told}",)
             given_up.exit_code = STORAGE_FAILED
@@ -344,7 +336,7 @@ class _Watcher:
         return self._pause_for_storage(error, delay_s)
 
     def _pause_for_storage(self, error: Exception, delay_s: float) -> int | None:
-        path, free_bytes = fullest(self._run_dir)
+        path, free_bytes = restart_policy.fullest(self._run_dir)
         reason = str(error).split(". ")[0].split("\n")[0]
         self._console.say(
             f"waiting for storage: {reason}. {path} has {free_bytes:,} bytes free: make room or repair it, and the run "

@@ -15,7 +15,7 @@ from holdfast.config.resolved import PICKABLE
 from holdfast.config.rl import hand_down_shared
 from holdfast.config.training import LoraConfig, ParallelConfig, TrainingCommand
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launcher import forecast, launch
+from holdfast.launcher import devices, forecast, launch, preflight
 from holdfast.launcher.devices import Placement, keep_picks, settings_of_run
 from holdfast.launcher.forecast import PlannedEngine, fit_gpu, forecast_alone, forecast_beside, tell_forecast
 from holdfast.launcher.launch import launch_training
@@ -95,11 +95,12 @@ def test_a_run_that_starts(
     """The plan of a run on GPUs comes meanwhile, and stops nothing."""
     monkeypatch.setattr(forecast, "_driven", Mock(side_effect=[found]))
     gpu = Placement((Gpu("0", num_bytes=24 * GIB),), ())
-    places = {"check_training": Mock(), "settle_length": Mock(), "place_training": Mock(return_value=gpu)}
-    places |= {"summary": Mock(return_value=""), "choose_training": Mock(return_value={})}
-    places["watch"] = Mock(return_value=7)
+    places = {"check_training": Mock(), "settle_length": Mock(), "summary": Mock(return_value="")}
     for name, stands_in in places.items():
-        monkeypatch.setattr(launch, name, stands_in)
+        monkeypatch.setattr(preflight, name, stands_in)
+    monkeypatch.setattr(devices, "place_training", Mock(return_value=gpu))
+    monkeypatch.setattr(devices, "choose_training", Mock(return_value={}))
+    monkeypatch.setattr(launch, "watch", Mock(return_value=7))
     config.dry_run, config.parallel.card_gb, config.output_dir = False, None, tmp_path / "run"
     assert launch_training(config) == 7
     for thread in threading.enumerate():

@@ -21,17 +21,7 @@ from holdfast.config.load import read_toml
 from holdfast.config.marks import Mark, marked
 from holdfast.errors import CheckpointError, ConfigError, DataError
 from holdfast.launcher.devices import choose_inference, this_machine
-from holdfast.launcher.evaluation.policy import (
-    check_servable,
-    name_of_export,
-    prepare_directory,
-    remove_exports,
-    run_evaluation,
-    served_model,
-    tell_result,
-    weights_of_step,
-    with_settings_of_run,
-)
+from holdfast.launcher.evaluation import policy
 from holdfast.launcher.supervisor import Supervisor
 from holdfast.orchestrator.evaluation.evaluator import files_of, settings_of_run
 from holdfast.orchestrator.evaluation.results import IDENTITY_NAME, ROLLOUTS_NAME, read_identity
@@ -120,13 +110,13 @@ def follow(config: EvaluateConfig) -> int:
     directory = config.run
     assert directory is not None, "a run is followed"
     run = FollowedRun.read(directory)
-    config = with_settings_of_run(config)
+    config = policy.with_settings_of_run(config)
     if "output_dir" not in config.model_fields_set:
         config.output_dir = run.run_dir.evaluations
     trained = settings_of_run(directory)
     if trained is not None and trained.eval is not None:
         raise ConfigError(f"{directory} evaluates itself (eval): its engines do, between two weight updates")
-    check_servable(config)
+    policy.check_servable(config)
     if config.dry_run:
         missing = _missing(config, run)
         print(f"would evaluate {_listed(missing)} of {directory} in {config.output_dir}, and what comes")
@@ -176,7 +166,7 @@ def _is_done(config: EvaluateConfig, run: FollowedRun, step: int) -> bool:
         return True
     settings = path / "config" / "evaluate.toml"
     try:
-        wanted = name_of_export(run.run_dir, step) if step else ""
+        wanted = policy.name_of_export(run.run_dir, step) if step else ""
     except FileNotFoundError:  # removed since it was listed: nobody can evaluate it any more
         return True
     try:
@@ -201,18 +191,20 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
         one.step = step
         # Noted before the export: the name identifies the weights of the answers.
         with contextlib.suppress(FileNotFoundError):  # told below
-            one.inference.model.name = str(directory.path / name_of_export(run.run_dir, step))
+            one.inference.model.name = str(directory.path / policy.name_of_export(run.run_dir, step))
     else:
         assert run.base is not None, "step 0 is due where there is a base"
         one.run, one.model = None, run.base
-        one.inference.model = one.inference.model.model_copy(update=served_model(one, run.base.name).model_dump())
+        one.inference.model = one.inference.model.model_copy(
+            update=policy.served_model(one, run.base.name).model_dump()
+        )
     choose_inference(one.inference, this_machine(find_gpus()))  # the dtype is part of the evaluated model
     _clear_other_evaluation(one, directory)
-    prepare_directory(one, directory)
+    policy.prepare_directory(one, directory)
     if step:
         try:
             # Exported in any case: published weights have other bytes, and are removed with the next step.
-            weights = weights_of_step(run.run_dir.path, step, directory.path, takes_published=False)
+            weights = policy.weights_of_step(run.run_dir.path, step, directory.path, takes_published=False)
         except (CheckpointError, TensorWorkFailed) as error:
             if step not in run.run_dir.committed_steps():
                 print(f"step {step} is not evaluated: its checkpoint went away (ckpt.keep)", flush=True)
@@ -226,12 +218,12 @@ def _evaluate_step(config: EvaluateConfig, run: FollowedRun, step: int, supervis
     print(f"evaluating step {step} of {run.run_dir.path}", flush=True)
     report("evaluating", step=step)
     with span("evaluate", version=step):
-        code = run_evaluation(one, directory, supervisor)
+        code = policy.run_evaluation(one, directory, supervisor)
     if code:
         return code
-    remove_exports(directory.path)
+    policy.remove_exports(directory.path)
     summary = summary_in(directory.path)
-    tell_result(summary, directory.path, step=step)
+    policy.tell_result(summary, directory.path, step=step)
     shown = {name.removeprefix("eval/"): f"{value:.4g}" for name, value in summary.metrics().items() if "@" in name}
     report("evaluated", step=step, **shown)
     return 0
@@ -285,7 +277,7 @@ def _clear_leftovers(place: Path) -> None:
             continue
         atomic.clear_leftovers(directory)
         if (directory / SUMMARY_NAME).exists():
-            remove_exports(directory)
+            policy.remove_exports(directory)
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -23,6 +23,7 @@ from holdfast.config.resolved import is_free
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import LoraConfig, SupervisedCommand, TrainingCommand, schedule_end
 from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, RunDirError, StorageError
+from holdfast.launcher.resume import config_diff
 from holdfast.launcher.resume.attempt import (
     CONFIG_NAME,
     Attempt,
@@ -32,21 +33,6 @@ from holdfast.launcher.resume.attempt import (
     last_started,
     process_name,
     was_refused,
-)
-from holdfast.launcher.resume.config_diff import (
-    SIZES,
-    change_training,
-    changed_inputs,
-    changed_settings,
-    compare_settings,
-    describe_stretch,
-    find_inputs,
-    inputs_of,
-    libraries_of,
-    models_of,
-    refuse_other_model,
-    refuse_other_tensors,
-    settings_of,
 )
 from holdfast.launcher.resume.resume_step import (
     last_kept_batch,
@@ -129,7 +115,7 @@ def prepare(
     if orchestrator is not None and attempt.checkpoint is not None:
         state = attempt.checkpoint / ORCHESTRATOR_DIR / STATE_NAME
         refuse_open_groups(msgspec.json.decode(state.read_bytes(), type=OrchestratorState), orchestrator)
-    inputs = find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None)
+    inputs = config_diff.find_inputs(trainer, orchestrator, is_fresh=attempt.resume_step is None)
     attempt = replace(attempt, inputs=inputs, to_go_on=_to_go_on(trainer))
     window, done = trainer.profiled_steps, attempt.resume_step or 0
     if window is not None and done >= window.last:
@@ -286,18 +272,18 @@ def _remove_rest(run_dir: RunDir) -> None:
 
 def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
     """Print which libraries and files have changed; return whether the last attempt trained with the same."""
-    saved, is_known = libraries_of(attempt.checkpoint), True
+    saved, is_known = config_diff.libraries_of(attempt.checkpoint), True
     try:
         before = last_started(attempt.run_dir, attempt.number, (process_name(trainer),))
         # In the run directory itself: from another machine.
-        noted = {} if attempt.fork else inputs_of(before or attempt.run_dir.path)
+        noted = {} if attempt.fork else config_diff.inputs_of(before or attempt.run_dir.path)
     except DataError as error:
         print(f"WARNING: whether files or libraries have changed since the last attempt is not known: {error}")
         noted, is_known = {}, False
-    since_last = changed_inputs(attempt.inputs, {**saved, **noted})
-    for line in dict.fromkeys([*changed_inputs(attempt.inputs, saved), *since_last]):
+    since_last = config_diff.changed_inputs(attempt.inputs, {**saved, **noted})
+    for line in dict.fromkeys([*config_diff.changed_inputs(attempt.inputs, saved), *since_last]):
         print(f"WARNING: changes what is computed from here on: {line}")
-    return is_known and not change_training(since_last)
+    return is_known and not config_diff.change_training(since_last)
 
 
 def _takes_another_way(
@@ -310,7 +296,8 @@ def _takes_another_way(
     given = _sections(trainer, orchestrator)
     before = last_started(attempt.run_dir, attempt.number, tuple(given))
     return before is not None and any(
-        compare_settings(read_settings(before / f"{name}.toml"), config).computing for name, config in given.items()
+        config_diff.compare_settings(read_settings(before / f"{name}.toml"), config).computing
+        for name, config in given.items()
     )
 
 
@@ -363,7 +350,7 @@ def _require_reference(trainer: TrainingCommand) -> None:
 def _refuse_own_weights(run_dir: RunDir, trainer: TrainingCommand, *, clean: bool) -> None:
     """Refuse models of this directory for a fresh start, which moves them or, with --clean, removes them."""
     cleared = [run_dir.path / name for name in OF_RUN] if clean else [run_dir.checkpoints, run_dir.weights]
-    used = [*models_of(trainer, is_fresh=True).items(), ("model.tokenizer", trainer.model.tokenizer_name)]
+    used = [*config_diff.models_of(trainer, is_fresh=True).items(), ("model.tokenizer", trainer.model.tokenizer_name)]
     if isinstance(trainer, SupervisedCommand):
         used += [(trainer.data.key, source.name) for source in trainer.data.sources]
     for key, name in used:
@@ -397,12 +384,12 @@ def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
             "       Give rank and alpha of the weights. Whole weights are given as --model.name to train adapters of "
             "them; `ckpt export RUN STEP --to DIR --base NAME` merges adapters."
         )
-    refuse_other_model(
+    config_diff.refuse_other_model(
         (path / MODEL_DIR if kind is Kind.CHECKPOINT else path) / "config.json",
         Path(trainer.model.name) / "config.json",
         model_name=trainer.model.name,
         what=f"{path} (ckpt.init_from)",
-        keys=SIZES,
+        keys=config_diff.SIZES,
         remedy="Give a model of these sizes as --model.name.",
     )
 
@@ -476,10 +463,10 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
             "--output-dir starts a new run from its weights."
         )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
-    refuse_other_model(saved, wanted, model_name=trainer.model.name, what=f"the checkpoint of step {step}")
+    config_diff.refuse_other_model(saved, wanted, model_name=trainer.model.name, what=f"the checkpoint of step {step}")
     settings = directory / TRAINER_DIR / CONFIG_NAME
     if settings.exists():
-        refuse_other_tensors(read_settings(settings), trainer, step=step)
+        config_diff.refuse_other_tensors(read_settings(settings), trainer, step=step)
 
 
 def _settle(
@@ -585,7 +572,7 @@ def _changes(
         for key, line in _differing(before / f"{section}.toml", config).items()
         if not (is_free(type(config), key) or (is_moved and has_mark(type(config), key, Mark.DEVICE)))
     ]
-    if stretched := describe_stretch(old, trainer, step=steps[-1] if steps else 0):
+    if stretched := config_diff.describe_stretch(old, trainer, step=steps[-1] if steps else 0):
         changed.append(stretched)
     critic = trainer.critic if isinstance(trainer, TrainerConfig) else None
     lasts = (old.get("max_steps", trainer.max_steps), trainer.max_steps)
@@ -594,13 +581,15 @@ def _changes(
         changed.append(f"the schedule of the critic now ends at step {ends[1]} instead of {ends[0]}")
     if steps and trainer.ckpt is None:
         changed.append("ckpt: set -> unset")
-    if not steps and (weights := _init_from(old)) != _init_from(settings_of(trainer)):
-        changed.append(f"ckpt.init_from: {weights or 'unset'} -> {_init_from(settings_of(trainer)) or 'unset'}")
+    if not steps and (weights := _init_from(old)) != _init_from(config_diff.settings_of(trainer)):
+        changed.append(
+            f"ckpt.init_from: {weights or 'unset'} -> {_init_from(config_diff.settings_of(trainer)) or 'unset'}"
+        )
     return changed
 
 
 def _differing(before: Path, config: Command) -> dict[str, str]:
-    return changed_settings(read_settings(before), settings_of(config), type(config))
+    return config_diff.changed_settings(read_settings(before), config_diff.settings_of(config), type(config))
 
 
 def _other_program(run_dir: RunDir, number: int, name: str) -> str | None:

@@ -184,8 +184,8 @@ def test_a_damaged_step_hinders_no_other(run_command: Command, tmp_path: Path, m
         verify(run_dir.checkpoint(step))
         return path / name_of_export(run_dir, step)
 
-    monkeypatch.setattr(evaluate_follow, "weights_of_step", weights)
-    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes(run_dir))
+    monkeypatch.setattr(evaluated_policy, "weights_of_step", weights)
+    monkeypatch.setattr(evaluated_policy, "run_evaluation", finishes(run_dir))
     flags = ("--environments", json.dumps(ENVIRONMENTS), "--follow")
     code, out, err = run_command("evaluate", "--run", run_dir.path, *flags)
     assert run_dir.is_evaluated(10) and f"WARNING: step 5 is not evaluated: {damaged} is damaged" in out
@@ -225,8 +225,8 @@ def test_what_was_begun_with_other_weights_of_the_step_is_evaluated_anew(
     def weights(_: Path, step: int, path: Path, **__: bool) -> Path:
         return path / name_of_export(run, step)
 
-    monkeypatch.setattr(evaluate_follow, "weights_of_step", weights)
-    monkeypatch.setattr(evaluate_follow, "run_evaluation", fails)
+    monkeypatch.setattr(evaluated_policy, "weights_of_step", weights)
+    monkeypatch.setattr(evaluated_policy, "run_evaluation", fails)
     run = run_of(tmp_path / "run", 5)
     config = EvaluateConfig(run=run.path, follow=True, output_dir=tmp_path / "elsewhere")
     answers = config.output_dir / "step_5" / ROLLOUTS_NAME
@@ -405,7 +405,7 @@ def test_how_evaluations_end_is_noted(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_results_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = run_of(tmp_path / "run")
     config = EvaluateConfig(run=run_dir.path, follow=True, output_dir=run_dir.evaluations)
-    monkeypatch.setattr(evaluate_follow, "run_evaluation", finishes(run_dir))
+    monkeypatch.setattr(evaluated_policy, "run_evaluation", finishes(run_dir))
     with as_json_lines() as lines:
         code = evaluate_follow._evaluate_step(config, FollowedRun.read(run_dir.path), 0, supervisor=None)  # pyright: ignore[reportArgumentType] - nothing is started
         lines.close_with(code)
