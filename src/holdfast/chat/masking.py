@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
+from holdfast.chat import written
 from holdfast.chat.messages import (
     WEIGHTS,
     check_messages,
@@ -30,14 +31,6 @@ from holdfast.chat.messages import (
 )
 from holdfast.chat.template import ChatTemplate, TemplateRefusal
 from holdfast.chat.tokenizer import Tokenizer
-from holdfast.chat.written import (
-    ANOTHER_TEMPLATE,
-    USE_TOOLS,
-    check_calls_written,
-    is_tools_written,
-    is_value_written,
-    values_of_tool,
-)
 from holdfast.errors import DataError
 
 TrainOn = Literal["all", "last"]
@@ -144,7 +137,7 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer, *, train_on: TrainOn = "all") 
             except DataError:
                 continue
             raise DataError(f"{error} {advice}") from None
-        raise DataError(f"{error} Or use a chat template without this rule: {ANOTHER_TEMPLATE}") from None
+        raise DataError(f"{error} Or use a chat template without this rule: {written.ANOTHER_TEMPLATE}") from None
 
 
 def _ways_out(chat: Chat, template: ChatTemplate) -> Iterator[tuple[Chat, str]]:
@@ -381,18 +374,18 @@ class _Rendering:
         if chat.tools and not self._is_tools_written(chat.tools):
             raise DataError(
                 f"the row has `tools`, which the chat template of '{self._tokenizer.name}' does not write. Remove the "
-                f"column. Or: {USE_TOOLS}"
+                f"column. Or: {written.USE_TOOLS}"
             )
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
             return template.render(adapt(map(dict, messages)), **self._given)
 
-        check_calls_written(self._messages, render, self.text, name=self._tokenizer.name)
+        written.check_calls_written(self._messages, render, self.text, name=self._tokenizer.name)
 
     def _is_tools_written(self, tools: list[Any]) -> bool:
         """Whether the template writes the names of the tools, which it does for all tools of one shape or for none."""
         shape = (self._messages[0]["role"], *(tuple(tool) for tool in tools))
-        return self._known(shape, lambda: is_tools_written(tools, self._with_tools, self.text))
+        return self._known(shape, lambda: written.is_tools_written(tools, self._with_tools, self.text))
 
     def _with_tools(self, tools: list[Any]) -> str:
         return self._template.render(self._messages, tools=tools, options=self._chat.options)
@@ -444,7 +437,7 @@ class _Rendering:
             return self._template.render(changed, **self._given)
 
         return self._known(
-            (*kind, type(value), *self._place(number)), lambda: is_value_written(value, put, render, self.text)
+            (*kind, type(value), *self._place(number)), lambda: written.is_value_written(value, put, render, self.text)
         )
 
     def _is_key_written(self, number: int, key: str) -> bool:
@@ -475,9 +468,9 @@ class _Rendering:
         """Return the keys of tools, beside their names, that the template does not write."""
         found, tools = list[str](), self._chat.tools or []
         for at, tool in enumerate(tools):
-            for kind, key, value, put in values_of_tool(tool):
+            for kind, key, value, put in written.values_of_tool(tool):
                 replaced = partial(_replaced, tools, at, put)
-                find = partial(is_value_written, value, replaced, self._with_tools, self.text)
+                find = partial(written.is_value_written, value, replaced, self._with_tools, self.text)
                 if not self._known(("tool", *kind, self._messages[0]["role"]), find):
                     found.append(key)
         return found

@@ -28,21 +28,13 @@ from holdfast.chat.messages import as_dict
 from holdfast.chat.tokenizer import Tokenizer, load_tokenizer
 from holdfast.config.environments import EnvironmentConfig
 from holdfast.errors import ConfigError, EnvironmentFailure, text_of
+from holdfast.orchestrator import episodes
 from holdfast.orchestrator.env.guard import PromptTooLong, result_of
 from holdfast.orchestrator.env.interface import Environment, HistoryRewritten, Session, Task, as_messages
 from holdfast.orchestrator.env.jsonl import Jsonl
 from holdfast.orchestrator.env.registry import load_environment
 from holdfast.orchestrator.env.solvable import Make, Solvability, rows_of, try_answers
 from holdfast.orchestrator.env.tool_loop import ToolUse, tool_use_of
-from holdfast.orchestrator.episodes import (
-    Problem,
-    TurnRequest,
-    calling_of,
-    play_session,
-    prompt_ids_for,
-    sample_turn_of,
-    score_sessions,
-)
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.state import TaskSeed
 from holdfast.protocol.inference import Completion
@@ -214,7 +206,7 @@ class Scripted:
     def leave(self, sample_index: int) -> None:
         """Nothing waits for the end of a session."""
 
-    async def sample(self, turn: TurnRequest) -> Completion:
+    async def sample(self, turn: episodes.TurnRequest) -> Completion:
         """Return the answer, cut to as many tokens as are asked for."""
         ids = self._ids[: turn.max_tokens] or [0]
         reason = "stop" if len(self._ids) <= turn.max_tokens else "length"
@@ -238,7 +230,7 @@ async def probe(environment: Environment, request: Request) -> Findings:
     order = range(request.num_tasks)
     async with judging():
         for index in reversed(order) if request.is_reversed else order:
-            problem = Problem(environment, config, TaskSeed(request.seed, config.label, index))
+            problem = episodes.Problem(environment, config, TaskSeed(request.seed, config.label, index))
             asked = _Asked(problem, tokenizer, seq_len, tool_use, found)
             await asked.ask(is_played=index < request.num_played)
     return found
@@ -249,19 +241,19 @@ async def solve(environment: Environment, request: Request) -> Solvability | Non
     tokenizer, config = plain_tokenizer(), request.config
     tool_use = tool_use_of(environment, config, tokenizer)
 
-    def problem_of(index: int) -> Problem:
-        return Problem(environment, config, TaskSeed(request.seed, config.label, index))
+    def problem_of(index: int) -> episodes.Problem:
+        return episodes.Problem(environment, config, TaskSeed(request.seed, config.label, index))
 
     async def make_one(index: int) -> Task:
-        async with calling_of(problem := problem_of(index), "make_task"):
+        async with episodes.calling_of(problem := problem_of(index), "make_task"):
             return await result_of(environment.make_task(problem.seed))
 
     async def score(task: Task, completions: list[str], index: int) -> list[float]:
         problem = problem_of(index)
         asked = _Asked(problem, tokenizer, _PLAIN_SEQ_LEN, tool_use, Findings())
-        ids = prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=_PLAIN_SEQ_LEN, tool_use=tool_use)
+        ids = episodes.prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=_PLAIN_SEQ_LEN, tool_use=tool_use)
         sessions = [await asked.play(text, task, ids) for text in completions]
-        return [one.reward for one in await score_sessions(sessions, task, problem)]
+        return [one.reward for one in await episodes.score_sessions(sessions, task, problem)]
 
     make: Make = rows_of(environment) if isinstance(environment, Jsonl) else make_one
     is_judged = isinstance(environment, Jsonl) and environment.scorer_name == "judge"
@@ -273,7 +265,7 @@ async def solve(environment: Environment, request: Request) -> Solvability | Non
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    problem: Problem
+    problem: episodes.Problem
     tokenizer: Tokenizer
     seq_len: int
     tool_use: ToolUse | None
@@ -282,14 +274,14 @@ class _Asked:
     async def ask(self, *, is_played: bool) -> None:
         index = self.problem.seed.index
         try:
-            async with calling_of(self.problem, "make_task"):
+            async with episodes.calling_of(self.problem, "make_task"):
                 task = await result_of(self.problem.here.make_task(self.problem.seed))
                 self.found.tasks[index] = parts_of(task)
         except EnvironmentFailure as failure:
             self.found.fail("tasks", failure)
             return
         try:
-            prompt_ids = prompt_ids_for(
+            prompt_ids = episodes.prompt_ids_for(
                 task, self.problem, tokenizer=self.tokenizer, seq_len=self.seq_len, tool_use=self.tool_use
             )
         except (EnvironmentFailure, PromptTooLong) as failure:
@@ -328,7 +320,9 @@ class _Asked:
         session = Session(
             prompt_ids,
             tokenizer=self.tokenizer,
-            sample_turn=functools.partial(sample_turn_of(self.problem, 0, sampler, sampling=PLAIN_SAMPLING), 0),
+            sample_turn=functools.partial(
+                episodes.sample_turn_of(self.problem, 0, sampler, sampling=PLAIN_SAMPLING), 0
+            ),
             seq_len=self.seq_len,
             max_tokens=self.seq_len,
             task=task,
@@ -336,12 +330,12 @@ class _Asked:
             keeps_history=self.problem.settings.history == "keep",
             max_branches=self.problem.settings.max_branches,
         )
-        await play_session(session, task, self.problem)
+        await episodes.play_session(session, task, self.problem)
         return session
 
     async def _scores(self, task: Task, sessions: dict[str, Session], what: str) -> dict[str, str]:
         try:
-            scores = await score_sessions(list(sessions.values()), task, self.problem) if sessions else []
+            scores = await episodes.score_sessions(list(sessions.values()), task, self.problem) if sessions else []
         except EnvironmentFailure as failure:
             self.found.fail("scores", f"{what}: {failure}")
             return {}

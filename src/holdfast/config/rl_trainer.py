@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from holdfast.config import algorithm
 from holdfast.config.advantages import (
     ADVANTAGES,
     GROUP_ADVANTAGES,
@@ -22,16 +23,6 @@ from holdfast.config.advantages import (
     AnyAdvantage,
     PassAtK,
     PlainAdvantage,
-)
-from holdfast.config.algorithm import (
-    CriticConfig,
-    DistillationConfig,
-    EmaConfig,
-    KlConfig,
-    PretrainingConfig,
-    RewardConfig,
-    RewardModelConfig,
-    UpdatesConfig,
 )
 from holdfast.config.base import DType, Section
 from holdfast.config.by_type import ByType
@@ -187,28 +178,28 @@ class TrainerConfig(TrainingCommand):
     environments: dict[str, EnvironmentTrainingConfig] = {}
     """`[environments.NAME]`: another `advantage`, and a `weight`, for one environment of the mix."""
 
-    rewards: RewardConfig = Field(default_factory=RewardConfig)
+    rewards: algorithm.RewardConfig = Field(default_factory=algorithm.RewardConfig)
     """Changes of rewards before advantages."""
 
-    reward_model: RewardModelConfig | None = None
+    reward_model: algorithm.RewardModelConfig | None = None
     """A learned reward model; unset: the rewards of the environments."""
 
-    kl: KlConfig | None = None
+    kl: algorithm.KlConfig | None = None
     """Reference model and KL penalty; given without more, `ref_kld` is measured."""
 
-    distillation: DistillationConfig | None = None
+    distillation: algorithm.DistillationConfig | None = None
     """A teacher beside the rewards; with `advantage = distillation` it has no need to be given."""
 
-    critic: CriticConfig | None = None
+    critic: algorithm.CriticConfig | None = None
     """The critic of `advantage = gae`."""
 
-    updates: UpdatesConfig = Field(default_factory=UpdatesConfig)
+    updates: algorithm.UpdatesConfig = Field(default_factory=algorithm.UpdatesConfig)
     """Passes and minibatches of one step."""
 
-    ema: EmaConfig | None = None
+    ema: algorithm.EmaConfig | None = None
     """Moving average of the policy's weights, in checkpoints and published at the end."""
 
-    pretraining: PretrainingConfig | None = None
+    pretraining: algorithm.PretrainingConfig | None = None
     """Supervised samples beside the rollouts."""
 
     alerts: Annotated[AlertsConfig, Mark.FREE] = Field(default_factory=AlertsConfig)
@@ -337,7 +328,7 @@ class TrainerConfig(TrainingCommand):
                 "of them out"
             )
         if self.advantage.type == "distillation" and self.distillation is None:
-            self.distillation = DistillationConfig()
+            self.distillation = algorithm.DistillationConfig()
         if self.distillation is not None:
             self._check_distillation()
         judges = self.distillation is not None and self.distillation.divergence == "sampled"

@@ -22,16 +22,7 @@ from holdfast.config.load import read_toml
 from holdfast.config.resolved import choose_for_engine
 from holdfast.errors import ConfigError, DataError
 from holdfast.inference import Preflight
-from holdfast.process.child import (
-    allow_many_connections,
-    available_cores,
-    die_with_launcher,
-    die_with_parent,
-    exit_code_of,
-    heavy_imports,
-    set_thread_environment,
-    set_up_logging,
-)
+from holdfast.process import child
 from holdfast.process.events import report
 from holdfast.process.gpus import require_vllm
 from holdfast.process.heartbeat import start_heartbeat
@@ -67,12 +58,12 @@ _ON: dict[DeviceType, dict[str, str]] = {
 
 def main(argv: list[str]) -> int:
     """Serve the configuration in the file that `argv` names; return the exit code."""
-    set_up_logging("inference")
-    die_with_launcher()
+    child.set_up_logging("inference")
+    child.die_with_launcher()
     protect_children()
     leave_out_working_directory()
     start_heartbeat()
-    return exit_code_of(lambda: run(*_read_arguments(argv)))
+    return child.exit_code_of(lambda: run(*_read_arguments(argv)))
 
 
 def _read_arguments(argv: list[str]) -> tuple[InferenceConfig, Owner | None]:
@@ -92,7 +83,7 @@ def run(config: InferenceConfig, owner: Owner | None = None) -> int:
 
 
 def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
-    allow_many_connections()
+    child.allow_many_connections()
     device = require_vllm()
     preflight: Preflight = check(config, key="model" if owner is None else "inference.model")
     choose_for_engine(config, device)
@@ -101,7 +92,7 @@ def _run(config: InferenceConfig, owner: Owner | None, scratch: Path) -> int:
     report("loading vllm")
     logging.getLogger("vllm").setLevel(logging.WARNING)
     # Takes many seconds, and reads the environment that was just set.
-    with heavy_imports():
+    with child.heavy_imports():
         from holdfast.inference.server import serve
 
     return serve(config, preflight, owner=owner)
@@ -123,9 +114,9 @@ def set_environment(config: InferenceConfig, device: DeviceType) -> None:
     """Set the variables that vLLM and torch read at import, unless the user has set them."""
     threads = config.engine.threads
     if device == "cpu":
-        threads = threads or max(1, available_cores() // 2)
+        threads = threads or max(1, child.available_cores() // 2)
     if threads is not None:  # on GPUs vLLM's own choice is better
-        set_thread_environment(threads)
+        child.set_thread_environment(threads)
     for name, value in (_ANYWHERE | _ON[device]).items():
         os.environ.setdefault(name, value)
     if config.deterministic and device == "cuda":
@@ -210,7 +201,7 @@ def _local_directory(name: str, key: str) -> Path:
 
 if __name__ == "__mp_main__":
     # A spawned engine or worker: while it imports vLLM, it would not notice for minutes that the server died.
-    die_with_parent()
+    child.die_with_parent()
 
 
 if __name__ == "__main__":

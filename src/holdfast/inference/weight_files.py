@@ -30,21 +30,8 @@ from safetensors.torch import load_file
 
 from holdfast.errors import CheckpointError, DataError, nearest
 from holdfast.protocol import transfer
+from holdfast.run import weights
 from holdfast.run.manifest import MANIFEST_NAME, read_manifest, verify
-from holdfast.run.weights import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_NAME,
-    PEFT_PREFIX,
-    WeightsFile,
-    adapted_matrices,
-    combined_digest,
-    holds_adapter,
-    read_base,
-    read_scaling,
-    scaling_of,
-    tensors_digest,
-    weights_files,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,7 +101,7 @@ def read_architecture(model_dir: Path) -> Architecture:
     device."""
     tied = bool(json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings", False))
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in weights_files(model_dir):
+    for path in weights.weights_files(model_dir):
         with safe_open(path, "pt") as file:
             names = list(file.keys())
             shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
@@ -181,7 +168,7 @@ def read_files(
 ) -> tuple[dict[str, torch.Tensor], str]:
     """Return all tensors in `directory` by name, and the digest of their bytes. Raise DataError if they are damaged."""
     require_regular(directory, most_bytes=architecture.most_bytes)
-    paths = weights_files(directory)
+    paths = weights.weights_files(directory)
     if not paths:
         raise DataError(f"{directory} holds no *.safetensors file")
     expected = _manifest_entries(directory, version)
@@ -189,12 +176,12 @@ def read_files(
         if name.endswith(".safetensors") and "/" not in name and directory / name not in paths:
             raise DataError(f"{directory}: file '{name}', which {MANIFEST_NAME} names, is missing")
     tensors: dict[str, torch.Tensor] = {}
-    files: list[WeightsFile] = []
+    files: list[weights.WeightsFile] = []
     for path in paths:
         listed = None if expected is None else _listed(path, expected)
         # Read once: digest and tensors are of the same bytes, even if the file changes.
         content = _content(path)
-        file = WeightsFile(path.name, len(content), xxhash.xxh3_128_hexdigest(content.data))
+        file = weights.WeightsFile(path.name, len(content), xxhash.xxh3_128_hexdigest(content.data))
         if listed is not None and file.xxh3_128 != listed.xxh3_128:
             raise DataError(f"{path} is damaged: checksum {file.xxh3_128}, {MANIFEST_NAME} says {listed.xxh3_128}")
         # The first 8 bytes are the length of the header, which safetensors parses before all else.
@@ -214,7 +201,7 @@ def read_files(
             raise DataError(f"{path}: tensor '{twice[0]}' is also in another file of {directory}")
         tensors.update(loaded)
         files.append(file)
-    return tensors, combined_digest(files + scaling_of(directory, [file.name for file in files]))
+    return tensors, weights.combined_digest(files + weights.scaling_of(directory, [file.name for file in files]))
 
 
 def _content(path: Path) -> np.ndarray:
@@ -265,7 +252,7 @@ def require_regular(directory: Path, *, most_bytes: int) -> None:
         raise DataError(f"{directory} holds {total} bytes of weights, this model can have {most_bytes} at most")
 
 
-def _manifest_entries(directory: Path, version: int | None) -> dict[str, WeightsFile] | None:
+def _manifest_entries(directory: Path, version: int | None) -> dict[str, weights.WeightsFile] | None:
     if not (directory / MANIFEST_NAME).exists():
         return None
     try:
@@ -277,10 +264,10 @@ def _manifest_entries(directory: Path, version: int | None) -> dict[str, Weights
             f"{directory} holds policy version {manifest.policy_version} by its {MANIFEST_NAME}, "
             f"but was pushed as version {version}"
         )
-    return {name: WeightsFile(name, entry.size_bytes, entry.xxh3_128) for name, entry in manifest.files.items()}
+    return {name: weights.WeightsFile(name, entry.size_bytes, entry.xxh3_128) for name, entry in manifest.files.items()}
 
 
-def _listed(path: Path, expected: dict[str, WeightsFile]) -> WeightsFile:
+def _listed(path: Path, expected: dict[str, weights.WeightsFile]) -> weights.WeightsFile:
     """Return the manifest's entry of a file, after comparing its size."""
     listed, size_bytes = expected.get(path.name), path.stat().st_size
     if listed is None:
@@ -342,7 +329,7 @@ class BaseWeights:
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = directory
         self.architecture = architecture
-        files = weights_files(directory)
+        files = weights.weights_files(directory)
         if not files:
             raise DataError(
                 f"{directory} holds no *.safetensors file, and an adapter is added to what lies there. "
@@ -356,13 +343,13 @@ class BaseWeights:
         for name in architecture.ignored:
             self.tensors.pop(name, None)
         self._files, self._written = files, [_written(file) for file in files]
-        self.digest = tensors_digest(self._in_float32())
+        self.digest = weights.tensors_digest(self._in_float32())
 
     def check(self) -> None:
         """Compute the digest again if somebody has written to a file since: the mapped memory then holds that."""
         written = [_written(file) for file in self._files]
         if written != self._written:
-            self._written, self.digest = written, tensors_digest(self._in_float32())
+            self._written, self.digest = written, weights.tensors_digest(self._in_float32())
 
     def _in_float32(self) -> Iterator[tuple[str, tuple[int, ...], memoryview]]:
         for name, tensor in self.tensors.items():
@@ -389,7 +376,7 @@ def read_adapter(
             verify(directory)  # the settings beside the tensors
         except CheckpointError as error:
             raise DataError(str(error)) from None
-    wanted = read_base(directory)
+    wanted = weights.read_base(directory)
     base.check()
     if wanted.digest != base.digest:
         raise DataError(
@@ -410,11 +397,11 @@ def _adapted(
 ) -> dict[str, torch.Tensor]:
     """Return the matrices that the factors in `tensors` change, in float32, by their names in `base`. `renamed`: name
     in the adapter -> name in `base`, if they differ. Shape legend: O outputs and I inputs of a linear layer, R rank."""
-    scaling = read_scaling(directory)
-    factors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
-    matrices = adapted_matrices(factors)
+    scaling = weights.read_scaling(directory)
+    factors = {name.removeprefix(weights.PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    matrices = weights.adapted_matrices(factors)
     if not matrices:
-        raise DataError(f"{directory} adapts nothing: {ADAPTER_NAME} holds no factors")
+        raise DataError(f"{directory} adapts nothing: {weights.ADAPTER_NAME} holds no factors")
     known = {name for pair in matrices.values() for name in pair}
     if surplus := sorted(factors.keys() - known):
         raise DataError(f"{directory}: tensor '{surplus[0]}' is not a factor of an adapter")
@@ -433,7 +420,7 @@ def _adapted(
         if shapes != ([scaling.r, inputs], [outputs, scaling.r]):
             raise DataError(
                 f"{directory}: the factors of '{matrix}' have the shapes {shapes[0]} and {shapes[1]}, which do not fit "
-                f"{list(weight_OI.shape)} and the rank r = {scaling.r} of {ADAPTER_CONFIG_NAME}"
+                f"{list(weight_OI.shape)} and the rank r = {scaling.r} of {weights.ADAPTER_CONFIG_NAME}"
             )
         # The same sums as `holdfast.trainer.model.lora.merged`, for the same bits.
         adapted[matrix] = weight_OI.float() + (b_OR.float() @ a_RI.float()) * scaling.scale
@@ -458,7 +445,7 @@ class DirectorySource:
         DataError if there are no whole weights of `version`, or an adapter of other weights; ReadError or OSError if
         the files could not be read, and may be right."""
         directory = Path(location)
-        if not holds_adapter(directory):
+        if not weights.holds_adapter(directory):
             return read_weights(directory, self.architecture, dtype=self._dtype, version=version)
         if self._base is None:
             self._base = BaseWeights(self._model_dir, self.architecture)

@@ -28,14 +28,7 @@ from holdfast.orchestrator.client.http import Unavailable
 from holdfast.orchestrator.client.pool import Engine, EngineLost
 from holdfast.orchestrator.tasks import phase
 from holdfast.process.heartbeat import Wait
-from holdfast.protocol.inference import (
-    PARITY_PROMPT_NAME,
-    GenerateRequest,
-    Owner,
-    ParityPrompt,
-    UpdateRequest,
-    deviation,
-)
+from holdfast.protocol import inference
 from holdfast.protocol.transfer import Offer, Transfer
 from holdfast.run import atomic
 from holdfast.run.journal import POLL_S
@@ -69,11 +62,11 @@ class PublishedWeights:
         except FileNotFoundError:
             return True
 
-    def read_parity_prompt(self) -> ParityPrompt | None:
+    def read_parity_prompt(self) -> inference.ParityPrompt | None:
         """Return the trainer's parity prompt, if there is one. Raises CheckpointError if it is damaged."""
-        path = self.path / PARITY_PROMPT_NAME
+        path = self.path / inference.PARITY_PROMPT_NAME
         try:
-            return msgspec.json.decode(path.read_bytes(), type=ParityPrompt)
+            return msgspec.json.decode(path.read_bytes(), type=inference.ParityPrompt)
         except FileNotFoundError:
             return None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -233,14 +226,14 @@ class WeightPusher:
         self._proven.add(engine)
 
 
-async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer: Offer, owner: Owner) -> bool:
+async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer: Offer, owner: inference.Owner) -> bool:
     """Have the engines that serve something else take `offer`, all in one group; return whether all have it.
 
     One attempt, and no error: an engine without the weights then gets the directory."""
 
     async def join(engine: Engine, first_rank: int) -> None:
         transfer = Transfer(offer, num_members=num_members, first_rank=first_rank, attempt=attempt)
-        await engine.update_weights(UpdateRequest(str(weights.path), weights.version, owner, transfer))
+        await engine.update_weights(inference.UpdateRequest(str(weights.path), weights.version, owner, transfer))
 
     def failed(results: Sequence[object]) -> bool:
         errors = [error for error in results if isinstance(error, BaseException)]
@@ -264,14 +257,14 @@ async def _transfer(engines: Sequence[Engine], weights: PublishedWeights, offer:
     return not has_failed
 
 
-async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:
+async def push(engine: Engine, weights: PublishedWeights, owner: inference.Owner) -> None:
     """Make an engine serve `weights`, and read version and digest back.
 
     Raises Unavailable if the engine was lost meanwhile, InferenceError if it refused or serves something else."""
     served = await engine.served()
     if (served.version, served.digest) != (weights.version, weights.digest):
         boot_id = served.boot_id
-        await engine.update_weights(UpdateRequest(str(weights.path), weights.version, owner))
+        await engine.update_weights(inference.UpdateRequest(str(weights.path), weights.version, owner))
         served = await engine.served()
         # First: a restart is not a refusal.
         if served.boot_id != boot_id:
@@ -289,12 +282,12 @@ async def push(engine: Engine, weights: PublishedWeights, owner: Owner) -> None:
 
 
 async def check_parity_prompt(
-    client: InferenceClient, engine: Engine, parity: ParityPrompt, *, weights_digest: str
+    client: InferenceClient, engine: Engine, parity: inference.ParityPrompt, *, weights_digest: str
 ) -> None:
     """Compare the parity prompt's log-probabilities of trainer and engine for the same weights.
 
     Raises Unavailable if the engine was lost meanwhile, InferenceError if they differ too much."""
-    request = GenerateRequest(
+    request = inference.GenerateRequest(
         token_ids=parity.token_ids,
         seeds=[0],
         max_tokens=1,
@@ -303,7 +296,7 @@ async def check_parity_prompt(
         prompt_logprobs=True,
     )
     (choice,) = await client.ask(engine, request)
-    found, allowed = deviation(parity, choice.prompt_logprobs or []), parity.allowed_nats
+    found, allowed = inference.deviation(parity, choice.prompt_logprobs or []), parity.allowed_nats
     _log.info("%s: the parity prompt differs by %.2g nats from the trainer's (allowed: %s)", engine.url, found, allowed)
     # `not <=`, so that NaN is refused.
     if allowed is not None and not found <= allowed:

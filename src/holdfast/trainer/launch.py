@@ -36,17 +36,7 @@ from holdfast.config.preference import DpoConfig
 from holdfast.config.rl_trainer import CollectiveWeights
 from holdfast.config.training import ParallelConfig, TrainingCommand, host_and_port
 from holdfast.errors import HoldfastError, RankLost, is_storage_failure
-from holdfast.process.child import (
-    available_cores,
-    die_with_launcher,
-    die_with_parent,
-    exit_code_of,
-    heavy_imports,
-    keep_date,
-    run_reporting_errors,
-    set_thread_environment,
-    set_up_logging,
-)
+from holdfast.process import child
 from holdfast.process.events import EVENTS_ENV, report
 from holdfast.process.gpus import VISIBLE_DEVICES_ENV
 from holdfast.process.heartbeat import does, start_heartbeat
@@ -97,10 +87,10 @@ def _module_of(program: str) -> ModuleType:
 
 def _worker(program: str, config_path: str, parent: int) -> None:
     """Run one rank, in a forked child of process `parent`, which may have died by now."""
-    die_with_parent(parent=parent)
+    child.die_with_parent(parent=parent)
     # Ctrl-C reaches the whole process group; `parent` stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_up_logging("trainer")
+    child.set_up_logging("trainer")
     if os.environ["LOCAL_RANK"] != "0":
         os.environ.pop(EVENTS_ENV, None)  # the first rank of a node shows the phases of all
     heartbeat = start_heartbeat(f"_rank_{os.environ['RANK']}")
@@ -113,7 +103,7 @@ def _worker(program: str, config_path: str, parent: int) -> None:
     if config.parallel.device == "cuda":
         importlib.import_module("holdfast.trainer.mesh").set_numerics(deterministic=config.deterministic)
     try:
-        run_reporting_errors(lambda: _run_rank(module, config))
+        child.run_reporting_errors(lambda: _run_rank(module, config))
     finally:
         heartbeat.end()
 
@@ -233,16 +223,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("program", choices=sorted(PROGRAMS))
     parser.add_argument("config")
     arguments = parser.parse_args(argv)
-    die_with_launcher()
+    child.die_with_launcher()
     protect_children()
-    set_up_logging("trainer")
+    child.set_up_logging("trainer")
     start_heartbeat()
     config = read_toml(program_config(arguments.program), arguments.config)
-    keep_date(RunDir(config.output_dir).created_unix_s())
+    child.keep_date(RunDir(config.output_dir).created_unix_s())
     parallel = config.parallel
     node, ranks = int(os.environ.get(NODE_RANK_ENV, "0")), parallel.ranks
     # Before torch is imported.
-    set_thread_environment(parallel.threads or max(1, available_cores() // ranks))
+    child.set_thread_environment(parallel.threads or max(1, child.available_cores() // ranks))
     if config.ckpt is not None:
         # Before the ranks start there is nothing to save.
         for number in SIGNALS:
@@ -254,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     _ask_hub(config)
     report("importing torch")
-    with heavy_imports():
+    with child.heavy_imports():
         _module_of(arguments.program)
         importlib.import_module("torch.distributed.launcher.api")
 
@@ -302,4 +292,4 @@ def _launch(arguments: argparse.Namespace, config: TrainingCommand, node: int, l
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    sys.exit(child.exit_code_of(main))

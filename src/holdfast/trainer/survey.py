@@ -36,14 +36,7 @@ from holdfast.trainer.data.rows import Sample
 from holdfast.trainer.data.samples import check_same_tokens, fingerprint_samples, load_samples, load_tokenizer
 from holdfast.trainer.data.tokenizing import TrainedSamples
 from holdfast.trainer.positions import check_lengths
-from holdfast.trainer.preference.pairs import (
-    Pair,
-    Preference,
-    fingerprint_preferences,
-    load_answers,
-    load_pairs,
-    split_preferences,
-)
+from holdfast.trainer.preference import pairs
 
 if TYPE_CHECKING:
     from holdfast.trainer.mesh import Mesh
@@ -54,18 +47,18 @@ _MOST_PARTS = 4
 
 def load_preferences(
     config: DpoConfig | RewardTrainingConfig, tokenizer: PreTrainedTokenizerBase, *, mesh: Mesh | None = None
-) -> Sequence[Preference]:
+) -> Sequence[pairs.Preference]:
     """Return the pairs, or for `kto` the answers, in the order of the file. Raise DataError if they cannot be used."""
     if isinstance(config, RewardTrainingConfig):
-        return load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), mesh=mesh)
+        return pairs.load_pairs(config.data, tokenizer, formats=(*RATED_PAIR_FORMATS, *PAIR_FORMATS), mesh=mesh)
     if config.loss.type == "kto":
-        return load_answers(config.data, tokenizer, mesh=mesh)
+        return pairs.load_answers(config.data, tokenizer, mesh=mesh)
     formats = RATED_PAIR_FORMATS if isinstance(config.loss, DpoLoss) and config.loss.odpo_alpha else PAIR_FORMATS
-    return load_pairs(config.data, tokenizer, formats=formats, mesh=mesh)
+    return pairs.load_pairs(config.data, tokenizer, formats=formats, mesh=mesh)
 
 
 def survey_of(
-    training: Sequence[Sample] | Sequence[Preference], held_out: int, tokenizer: PreTrainedTokenizerBase
+    training: Sequence[Sample] | Sequence[pairs.Preference], held_out: int, tokenizer: PreTrainedTokenizerBase
 ) -> Survey:
     """Count the training data; `held_out` is the number of samples for validation."""
     first = training[0]
@@ -73,17 +66,17 @@ def survey_of(
     if isinstance(training, TrainedSamples):
         return Survey("samples", len(training), held_out, training.num_tokens, shown)
     tokens = sum(one.num_tokens for one in training)  # type: ignore[union-attr]
-    return Survey("pairs" if isinstance(first, Pair) else "answers", len(training), held_out, tokens, shown)
+    return Survey("pairs" if isinstance(first, pairs.Pair) else "answers", len(training), held_out, tokens, shown)
 
 
-def _sides(one: Sample | Preference) -> dict[str, Sample]:
-    if isinstance(one, Pair):
+def _sides(one: Sample | pairs.Preference) -> dict[str, Sample]:
+    if isinstance(one, pairs.Pair):
         return {"chosen": one.chosen, "rejected": one.rejected}
     return {"sample": one} if isinstance(one, Sample) else {"answer": one.sides[0]}
 
 
 def _row_as_text(
-    row: int, parts: Iterable[Sample | Preference], label: str, tokenizer: PreTrainedTokenizerBase
+    row: int, parts: Iterable[Sample | pairs.Preference], label: str, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
     """Return the sample, or both sides of the pair, of a row counted from 1. Raise DataError if the row has none."""
     for sides in map(_sides, parts):
@@ -135,8 +128,8 @@ def take_survey(config: SupervisedCommand) -> Survey:
     fingerprint = ""  # takes a pass over all tokens
     if isinstance(config, DpoConfig | RewardTrainingConfig):
         preferences = list(load_preferences(config, tokenizer))
-        training, held_out = split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
-        fingerprint = fingerprint_preferences(training) if config.dry_run else ""
+        training, held_out = pairs.split_preferences(preferences, config.data.validation_fraction, seed=config.seed)
+        fingerprint = pairs.fingerprint_preferences(training) if config.dry_run else ""
     else:
         training, held_out = load_samples(config.data, tokenizer, seed=config.seed)
         fingerprint = fingerprint_samples(training) if config.dry_run else ""

@@ -159,7 +159,7 @@ def test_on_gpus_nothing_of_that_is_exported() -> None:
 
 def test_a_taken_port_is_told_before_vllm_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "require_vllm", lambda: "cpu")
-    monkeypatch.setattr(main, "heavy_imports", Mock(side_effect=AssertionError("it imports vLLM")))
+    monkeypatch.setattr(main.child, "heavy_imports", Mock(side_effect=AssertionError("it imports vLLM")))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = InferenceConfig.model_validate({"server": {"port": taken.getsockname()[1]}})
         with pytest.raises(ConfigError, match="cannot listen on .*: Address already in use"):

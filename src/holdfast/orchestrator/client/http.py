@@ -20,18 +20,7 @@ import msgspec
 from holdfast.config.orchestrator import ClientConfig, ServersConfig
 from holdfast.errors import STORAGE_FAILED, ConfigError, InferenceError, printable
 from holdfast.process.heartbeat import moved
-from holdfast.protocol.inference import (
-    HEALTH_ROUTE,
-    OTHER_WEIGHTS,
-    OWNER_HEADER,
-    UNREADABLE,
-    Choice,
-    Completion,
-    ErrorBody,
-    GenerateRequest,
-    GenerateResponse,
-    read_admin_token,
-)
+from holdfast.protocol import inference
 from holdfast.protocol.rollouts import decode_packed, fault_of_ids, fault_of_logprobs, vocab_size_in
 
 if TYPE_CHECKING:
@@ -89,7 +78,7 @@ class HttpTransport:
         self.run_id: str | None = None
         self._config = config
         self._key = key
-        token = read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
+        token = inference.read_admin_token(config.admin_token_env) if isinstance(config, ClientConfig) else None
         self._admin = {"Authorization": f"Bearer {token}"} if token else {}
         self._opened: aiohttp.ClientSession | None = None
 
@@ -135,7 +124,7 @@ class HttpTransport:
         refused, or its answer is too long; with the exit code of a failed storage if the server could not read the
         weights."""
         if self.run_id is not None:
-            headers = {OWNER_HEADER: self.run_id, **(headers or {})}
+            headers = {inference.OWNER_HEADER: self.run_id, **(headers or {})}
         try:
             asking = self._ask(method, url, route, content=body, headers=headers, most_bytes=most_bytes)
             if timeout_s is None:
@@ -156,12 +145,12 @@ class HttpTransport:
             raise Unavailable(reason, retry_after_s=pause_s)
         if answer.status == 500:
             raise Unavailable(reason, retry_after_s=pause_s, retry_for_s=_RETRY_FAILING_S)
-        if _code(content) == OTHER_WEIGHTS:
+        if _code(content) == inference.OTHER_WEIGHTS:
             raise Unavailable(reason, retry_for_s=0.0)
         if answer.status in (401, 403) and isinstance(self._config, ClientConfig):
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
         refused = InferenceError(reason)
-        if _code(content) == UNREADABLE:
+        if _code(content) == inference.UNREADABLE:
             refused.exit_code = STORAGE_FAILED  # the run waits for its storage
         raise refused
 
@@ -191,7 +180,7 @@ class HttpTransport:
             while not (await asyncio.wait({task}, timeout=timeout_s))[0]:
                 waited_s += timeout_s
                 try:
-                    await self.get(url, HEALTH_ROUTE)
+                    await self.get(url, inference.HEALTH_ROUTE)
                 except (Unavailable, InferenceError) as error:
                     raise Unavailable(
                         f"the inference server gave no answer to {what} within {waited_s:g} s ({self._key}.timeout_s), "
@@ -277,7 +266,7 @@ def _reason(content: bytes) -> str:
 
 def _code(content: bytes) -> str:
     try:
-        return msgspec.json.decode(content, type=ErrorBody).code
+        return msgspec.json.decode(content, type=inference.ErrorBody).code
     except (ValueError, RecursionError):
         return ""
 
@@ -314,8 +303,8 @@ def load_vocab_size(name: str) -> int:
 
 
 def check_choices(
-    response: GenerateResponse, request: GenerateRequest, *, url: str, vocab_size: int | None
-) -> list[Choice]:
+    response: inference.GenerateResponse, request: inference.GenerateRequest, *, url: str, vocab_size: int | None
+) -> list[inference.Choice]:
     """Return the choices of an answer in the order of the seeds, after checks that a policy can have sampled them.
 
     Raises InferenceError with field, value and what is allowed; Unavailable if the server aborted the request."""
@@ -347,7 +336,7 @@ def check_choices(
 
 
 def problem_of(
-    completion: Completion,
+    completion: inference.Completion,
     *,
     max_tokens: int,
     stop_token_ids: Sequence[int],

@@ -22,19 +22,7 @@ from holdfast.orchestrator.client.http import HttpTransport, Unavailable, decode
 from holdfast.orchestrator.tasks import run_all
 from holdfast.process.events import report
 from holdfast.process.heartbeat import Wait, awake_s
-from holdfast.protocol.inference import (
-    CLAIM_ROUTE,
-    HEALTH_ROUTE,
-    MODELS_ROUTE,
-    RELEASE_ROUTE,
-    UPDATE_ROUTE,
-    WEIGHTS_ROUTE,
-    ModelList,
-    Owner,
-    ServedWeights,
-    UpdateRequest,
-    same_model,
-)
+from holdfast.protocol import inference
 from holdfast.run.run_dir import RunDir, owner_of
 
 _log = logging.getLogger("orchestrator")
@@ -163,7 +151,7 @@ class Engine:
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
-                await self.transport.get(self.url, HEALTH_ROUTE)
+                await self.transport.get(self.url, inference.HEALTH_ROUTE)
                 return
             except Unavailable as failure:
                 if wait.is_over():
@@ -178,15 +166,17 @@ class Engine:
         """Check that the server is healthy, and serves `model` and sessions of `seq_len` tokens.
 
         Raises Unavailable without an answer, InferenceError for another model, ConfigError for too short sessions."""
-        await self.transport.get(self.url, HEALTH_ROUTE)
+        await self.transport.get(self.url, inference.HEALTH_ROUTE)
         served = await self.served()
-        if not same_model(served.model, model):
+        if not inference.same_model(served.model, model):
             raise InferenceError(
                 f"{self.url} serves the model '{printable(served.model)}', this run needs '{model}'. Start the server "
                 f"with --model.name {model}, or name the right server in {self.key}.urls."
             )
         try:
-            cards = msgspec.json.decode(await self.transport.get(self.url, MODELS_ROUTE), type=ModelList).data
+            cards = msgspec.json.decode(
+                await self.transport.get(self.url, inference.MODELS_ROUTE), type=inference.ModelList
+            ).data
         except (InferenceError, Unavailable, ValueError, RecursionError):
             cards = []  # the server itself refuses longer sessions
         longest = cards[0].max_model_len if cards else None
@@ -197,21 +187,23 @@ class Engine:
             )
         self.is_checked = True
 
-    async def served(self) -> ServedWeights:
-        served = decode(await self.transport.get(self.url, WEIGHTS_ROUTE), ServedWeights, url=self.url)
+    async def served(self) -> inference.ServedWeights:
+        served = decode(
+            await self.transport.get(self.url, inference.WEIGHTS_ROUTE), inference.ServedWeights, url=self.url
+        )
         self.note_boot(served.boot_id)
         return served
 
-    async def update_weights(self, request: UpdateRequest) -> None:
-        await self.transport.post_as_admin(self.url, UPDATE_ROUTE, msgspec.json.encode(request))
+    async def update_weights(self, request: inference.UpdateRequest) -> None:
+        await self.transport.post_as_admin(self.url, inference.UPDATE_ROUTE, msgspec.json.encode(request))
 
-    async def claim(self, owner: Owner) -> None:
+    async def claim(self, owner: inference.Owner) -> None:
         """Make a run the owner of the server, or send a heartbeat of the owner."""
-        await self.transport.post_as_admin(self.url, CLAIM_ROUTE, msgspec.json.encode(owner), is_probe=True)
+        await self.transport.post_as_admin(self.url, inference.CLAIM_ROUTE, msgspec.json.encode(owner), is_probe=True)
 
-    async def release(self, owner: Owner) -> None:
+    async def release(self, owner: inference.Owner) -> None:
         """Give the server back, if it is this run's."""
-        await self.transport.post_as_admin(self.url, RELEASE_ROUTE, msgspec.json.encode(owner), is_probe=True)
+        await self.transport.post_as_admin(self.url, inference.RELEASE_ROUTE, msgspec.json.encode(owner), is_probe=True)
 
 
 _CANCEL_AGAIN_S = 0.1
@@ -387,7 +379,7 @@ class Lease:
         self._pool = pool
         self._transport = transport
         self._run_dir = run_dir
-        self._owner: Owner | None = None
+        self._owner: inference.Owner | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._is_released = asyncio.Event()
 
@@ -396,7 +388,7 @@ class Lease:
         if self._run_dir is not None and self._run_dir.holds_run():
             await self.claim()
 
-    async def claim(self) -> Owner:
+    async def claim(self) -> inference.Owner:
         """Own the engines until `release`, and return the owner. Raises InferenceError if another run owns one."""
         if self._owner is not None:
             return self._owner
@@ -431,7 +423,7 @@ class Lease:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
 
-    async def _send_heartbeats(self, owner: Owner) -> None:
+    async def _send_heartbeats(self, owner: inference.Owner) -> None:
         """Claim every engine again every few seconds: a restarted one has forgotten its owner."""
 
         async def claim(engine: Engine) -> None:

@@ -21,27 +21,12 @@ from holdfast.config.orchestrator import OrchestratorConfig, ServersConfig
 from holdfast.orchestrator.client.client import InferenceClient
 from holdfast.orchestrator.client.http import load_vocab_size
 from holdfast.orchestrator.env.guard import watching_calls
-from holdfast.orchestrator.evaluation.evaluator import (
-    HeldOutTasks,
-    count_tasks,
-    evaluate,
-    load_environments,
-    refuse_training_tasks,
-    settings_of_run,
-    sizes_of,
-)
+from holdfast.orchestrator.evaluation import evaluator
 from holdfast.orchestrator.group_players import Workers, starting_workers
 from holdfast.orchestrator.judge_client import judging
 from holdfast.orchestrator.tasks import FreezeTolerantLoop, run_until_stopped
 from holdfast.orchestrator.teacher import adopt_served_weights
-from holdfast.process.child import (
-    DATE_ENV,
-    allow_connections,
-    die_with_launcher,
-    keep_date,
-    run_reporting_errors,
-    set_up_logging,
-)
+from holdfast.process import child
 from holdfast.process.events import report
 from holdfast.run.manifest import content_digest
 from holdfast.run.run_dir import RunDir
@@ -50,9 +35,9 @@ from holdfast.run.settings import files_of_model
 
 async def run(config: EvaluateConfig) -> None:
     """Play the tasks that are not done yet, and write the summary."""
-    if DATE_ENV not in os.environ:  # a run that evaluates beside its training sets its own date
-        keep_date(RunDir(config.run or config.output_dir).created_unix_s())
-    allow_connections(config.max_concurrency, key="max_concurrency")
+    if child.DATE_ENV not in os.environ:  # a run that evaluates beside its training sets its own date
+        child.keep_date(RunDir(config.run or config.output_dir).created_unix_s())
+    child.allow_connections(config.max_concurrency, key="max_concurrency")
     async with judging(RunDir(config.output_dir).judgements), starting_workers(_group_config(config)) as workers:
         tasks = load_tasks(config, workers)
         with watching_calls():
@@ -65,22 +50,22 @@ def _group_config(config: EvaluateConfig) -> OrchestratorConfig:
     return OrchestratorConfig(model=config.inference.model).model_copy(update={**changes, "sampling": config.sampling})
 
 
-def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> HeldOutTasks:
+def load_tasks(config: EvaluateConfig, workers: Mapping[str, Workers]) -> evaluator.HeldOutTasks:
     """Return the tasks. Raises what `load_environments`, `refuse_training_tasks` and `count_tasks` raise."""
-    environments = load_environments(config.environments, key="environments")
-    sizes = sizes_of(environments, workers)
-    if config.run is not None and (trained := settings_of_run(config.run)) is not None:
-        refuse_training_tasks(sizes, config.environments, trained.environments, key="environments")
-    return HeldOutTasks(
+    environments = evaluator.load_environments(config.environments, key="environments")
+    sizes = evaluator.sizes_of(environments, workers)
+    if config.run is not None and (trained := evaluator.settings_of_run(config.run)) is not None:
+        evaluator.refuse_training_tasks(sizes, config.environments, trained.environments, key="environments")
+    return evaluator.HeldOutTasks(
         config=_group_config(config),
         environments=environments,
         workers=workers,
-        counts=count_tasks(sizes, config.num_tasks, key="num_tasks"),
+        counts=evaluator.count_tasks(sizes, config.num_tasks, key="num_tasks"),
         seed=config.seed,
     )
 
 
-async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
+async def _evaluate(config: EvaluateConfig, tasks: evaluator.HeldOutTasks) -> None:
     model = config.inference.model
     tokenizer = load_tokenizer(model.tokenizer_name)
     servers = ServersConfig(urls=config.inference.urls, max_concurrency=config.max_concurrency)
@@ -100,7 +85,7 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
         if config.model is not None:  # the manifest of a run's step has these files, too
             # The same weights compute something else with another rope_theta.
             policy |= {path.stem: content_digest(path) for path in files_of_model(Path(model.name), has_weights=False)}
-        await evaluate(
+        await evaluator.evaluate(
             tasks,
             policy,
             client,
@@ -113,14 +98,14 @@ async def _evaluate(config: EvaluateConfig, tasks: HeldOutTasks) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Evaluate as the resolved configuration says that `argv` names; never returns."""
-    die_with_launcher()
-    set_up_logging("evaluation")
+    child.die_with_launcher()
+    child.set_up_logging("evaluation")
 
     def evaluate_it() -> None:
         with asyncio.Runner(loop_factory=FreezeTolerantLoop) as runner:
             runner.run(run_until_stopped(run(read_toml(EvaluateConfig, argv[0]))))
 
-    run_reporting_errors(evaluate_it)
+    child.run_reporting_errors(evaluate_it)
 
 
 if __name__ == "__main__":

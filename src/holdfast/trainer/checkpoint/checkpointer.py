@@ -35,17 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CheckpointError, RankLost, SaveError
-from holdfast.run import manifest
-from holdfast.run.checkpoints import (
-    TRAINER_DIR,
-    Kind,
-    Retention,
-    describe_found,
-    kind_of,
-    list_entries,
-    newest_intact,
-    verify_checkpoint,
-)
+from holdfast.run import checkpoints, manifest
 from holdfast.run.manifest import Verification
 from holdfast.trainer.checkpoint.commit import Attachment, Commit, Identity, Snapshot, Storage, read_values
 from holdfast.trainer.checkpoint.dcp import IndexReader, check_same_tensors, read_tensors, some
@@ -158,7 +148,7 @@ class Checkpointer:
         *,
         save_async: bool = True,
         on_failure: Literal["stop", "warn"] = "stop",
-        retention: Retention | None = None,
+        retention: checkpoints.Retention | None = None,
         seed: int = 0,
         identity: Identity | None = None,
         storage: Storage | None = None,
@@ -182,7 +172,7 @@ class Checkpointer:
         self._commit = Commit(
             self.directory,
             RankGroup(timeout_s=collective_timeout_s),
-            retention or Retention(),
+            retention or checkpoints.Retention(),
             identity or Identity(),
             storage or Storage(),
             may_remove,
@@ -370,15 +360,15 @@ class Checkpointer:
     def _choose(self, step: int | Literal["latest", "auto"], verify: Verification) -> int | None:
         if step not in ("latest", "auto"):
             step = as_step(step)
-            verify_checkpoint(self.directory / f"step_{step}", how=verify, step=step, to_resume=True)
+            checkpoints.verify_checkpoint(self.directory / f"step_{step}", how=verify, step=step, to_resume=True)
             return step
-        entries = [entry for entry in list_entries(self.directory, self._run_ids) if entry.status != "torn"]
+        entries = [entry for entry in checkpoints.list_entries(self.directory, self._run_ids) if entry.status != "torn"]
         for entry in entries:
             if entry.status == "foreign":
                 _log.warning("skipping step %d: %s", entry.step, entry.reason)
-        newest, damaged = newest_intact(
+        newest, damaged = checkpoints.newest_intact(
             [entry.step for entry in entries if entry.status != "foreign"],
-            lambda number: verify_checkpoint(
+            lambda number: checkpoints.verify_checkpoint(
                 self.directory / f"step_{number}", how=verify, step=number, to_resume=True
             ),
             say=_log.warning,
@@ -433,7 +423,7 @@ def save_state(directory: str | Path, state: State | Mapping[str, Any], *, step:
     ranks = RankGroup()
     whole = as_state(state)
     try:
-        Commit(Path(directory).absolute().parent, ranks, Retention(), Identity(), Storage()).write(
+        Commit(Path(directory).absolute().parent, ranks, checkpoints.Retention(), Identity(), Storage()).write(
             Snapshot.of(whole, step), whole.tensors(), name=Path(directory).name
         )
     finally:
@@ -446,16 +436,16 @@ def load_state_with_optimizer(
     """Restore everything that `save_state` saved, and return its step. Collective. Raise CheckpointError if the
     directory is damaged, has only weights, or does not fit the state."""
     path = Path(directory)
-    if kind_of(path) is not Kind.CHECKPOINT:
+    if checkpoints.kind_of(path) is not checkpoints.Kind.CHECKPOINT:
         raise CheckpointError(
-            f"{path} holds {describe_found(path)}; optimizer and counters are in committed checkpoints only. "
+            f"{path} holds {checkpoints.describe_found(path)}; only committed checkpoints have optimizer and counters. "
             "To take the weights alone, use load_weights_only (--ckpt.init-from)."
         )
-    listing = verify_checkpoint(path, how=verify, to_resume=True)
+    listing = checkpoints.verify_checkpoint(path, how=verify, to_resume=True)
     whole = as_state(state)
-    index = IndexReader(path / TRAINER_DIR)
+    index = IndexReader(path / checkpoints.TRAINER_DIR)
     saved = index.only_tensors()
-    values = read_values(path / TRAINER_DIR)
+    values = read_values(path / checkpoints.TRAINER_DIR)
     if isinstance(whole, ObjectsState):
         whole.check(values)  # before an optimizer makes its state in a step
     tensors = whole.targets(saved) if isinstance(whole, ObjectsState) else whole.tensors()
@@ -464,7 +454,7 @@ def load_state_with_optimizer(
     read_tensors(tensors, index)
     if isinstance(whole, ObjectsState):
         whole.finish()
-    _restore_random(path / TRAINER_DIR, listing, seed)  # last: loading may draw numbers
+    _restore_random(path / checkpoints.TRAINER_DIR, listing, seed)  # last: loading may draw numbers
     return listing.step
 
 

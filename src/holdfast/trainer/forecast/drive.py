@@ -57,16 +57,8 @@ from holdfast.trainer.optimizer import build_optimizer, clip_gradients, initial_
 from holdfast.trainer.preference.pairs import Pair, plan_preferences
 from holdfast.trainer.preference.reference import Reference
 from holdfast.trainer.programs.dpo import dpo_objective
+from holdfast.trainer.rl import batch
 from holdfast.trainer.rl.auxiliary_models import Ema
-from holdfast.trainer.rl.batch import (
-    ADVANTAGE,
-    AGE,
-    OLD_LOGPROB,
-    REFERENCE_LOGPROB,
-    SAMPLER_LOGPROB,
-    Minibatch,
-    plan_epochs,
-)
 from holdfast.trainer.rl.losses import build_policy_loss
 from holdfast.trainer.rl.metrics import PolicyStatistics
 from holdfast.trainer.rl.train_step import forward_backward
@@ -288,7 +280,7 @@ def _dpo(config: DpoConfig, policy: Policy, mesh: Mesh) -> _Work:
     return _Work(len(own), tokens, 1, lambda: objective.accumulate_gradients(policy, pairs[:few]))
 
 
-def _tokens(minibatch: Minibatch, indices: list[int]) -> int:
+def _tokens(minibatch: batch.Minibatch, indices: list[int]) -> int:
     return sum(len(minibatch.samples[index].token_ids) for index in indices)
 
 
@@ -296,16 +288,16 @@ def _rl(config: TrainerConfig, policy: Policy, mesh: Mesh, load: Load, measured:
     for key in ("critic", "reward_model", "distillation", "pretraining"):
         if getattr(config, key) is not None:
             raise _NotDriven(f"trainer.{key}")
-    keys = [SAMPLER_LOGPROB, ADVANTAGE, AGE]
-    keys += [REFERENCE_LOGPROB] if config.kl is not None else []
+    keys = [batch.SAMPLER_LOGPROB, batch.ADVANTAGE, batch.AGE]
+    keys += [batch.REFERENCE_LOGPROB] if config.kl is not None else []
     updates, length = config.updates, load.seq_len or config.row_tokens
-    keys += [OLD_LOGPROB] if updates.epochs * updates.minibatches > 1 else []
+    keys += [batch.OLD_LOGPROB] if updates.epochs * updates.minibatches > 1 else []
     prompt = max(1, length - load.max_tokens) if load.max_tokens else 1
     count = load.rollouts or _ROWS * mesh.data_size * max(1, config.row_tokens // length)
     groups = [_sample(length, prompt, first=number, names=keys) for number in range(-(-count // load.group_size))]
     samples = [groups[number // load.group_size] for number in range(count)]
     layout = replace(policy.layout, shares=policy.layout.shares and config.share_prompts)
-    epochs = plan_epochs(samples, updates, row_tokens=config.row_tokens, layout=layout, mesh=mesh, seed=0, step=1)
+    epochs = batch.plan_epochs(samples, updates, row_tokens=config.row_tokens, layout=layout, mesh=mesh, seed=0, step=1)
     minibatch = max((one for epoch in epochs for one in epoch), key=lambda one: len(one.micro_batches))
     largest = max(minibatch.micro_batches, key=lambda one: _tokens(minibatch, one))
     few = replace(minibatch, micro_batches=[largest] * min(_ROWS, len(minibatch.micro_batches)))

@@ -17,17 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.config.preference import (
-    DpoLoss,
-    KtoLoss,
-    OrpoLoss,
-    PairLoss,
-    PreferenceLossConfig,
-    ReferencedPairLoss,
-    RewardLossConfig,
-    RobustLoss,
-    SimpoLoss,
-)
+from holdfast.config import preference
 
 _LARGEST_LOGPROB = -1e-9
 
@@ -60,17 +50,17 @@ class PairLosses(NamedTuple):
     rejected_rewards_P: Tensor
 
 
-def preference_loss(pairs: PairLogprobs, config: PreferenceLossConfig) -> PairLosses:
+def preference_loss(pairs: PairLogprobs, config: preference.PreferenceLossConfig) -> PairLosses:
     """Return the loss that `config` names. With `rpo_alpha`, minus alpha l(y_w) / |y_w| (Pang et al. 2024, "Iterative
     reasoning preference optimization")."""
-    assert not isinstance(config, KtoLoss), "kto trains on single answers, not pairs"
+    assert not isinstance(config, preference.KtoLoss), "kto trains on single answers, not pairs"
     scored: PairLosses = globals()[f"{config.type}_loss"](pairs, config)
-    if not isinstance(config, PairLoss) or not config.rpo_alpha:
+    if not isinstance(config, preference.PairLoss) or not config.rpo_alpha:
         return scored
     return scored._replace(losses_P=scored.losses_P - config.rpo_alpha * pairs.chosen_P / pairs.chosen_tokens_P)
 
 
-def dpo_loss(pairs: PairLogprobs, config: DpoLoss) -> PairLosses:
+def dpo_loss(pairs: PairLogprobs, config: preference.DpoLoss) -> PairLosses:
     """Return DPO (Rafailov et al. 2023, "Direct preference optimization", eq. 7).
 
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta [(l_pi(y_w) - l_ref(y_w)) - (l_pi(y_l) -
@@ -82,7 +72,7 @@ def dpo_loss(pairs: PairLogprobs, config: DpoLoss) -> PairLosses:
     return _scored(losses_P, chosen_P, rejected_P)
 
 
-def ipo_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
+def ipo_loss(pairs: PairLogprobs, config: preference.ReferencedPairLoss) -> PairLosses:
     """Return IPO (Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences").
 
     loss = (d - 1 / (2 beta))^2, d = (l_pi(y_w) - l_ref(y_w)) / |y_w| - (l_pi(y_l) - l_ref(y_l)) / |y_l|
@@ -93,19 +83,19 @@ def ipo_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
     return _squared(chosen_P / pairs.chosen_tokens_P, rejected_P / pairs.rejected_tokens_P, config.beta)
 
 
-def ipo_sum_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
+def ipo_sum_loss(pairs: PairLogprobs, config: preference.ReferencedPairLoss) -> PairLosses:
     """Return IPO as eq. 17 is printed: as `ipo_loss`, with log-ratios of whole answers instead of means."""
     return _squared(*_log_ratios(pairs), config.beta)
 
 
-def hinge_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
+def hinge_loss(pairs: PairLogprobs, config: preference.ReferencedPairLoss) -> PairLosses:
     """Return the hinge of SLiC-HF on DPO's rewards (Zhao et al. 2023; Liu et al. 2023, "Statistical rejection sampling
     improves preference optimization"): loss = max(0, 1 - h), h as in DPO."""
     chosen_P, rejected_P = _rewards(pairs, config)
     return _scored(F.relu(1 - (chosen_P - rejected_P)), chosen_P, rejected_P)
 
 
-def robust_loss(pairs: PairLogprobs, config: RobustLoss) -> PairLosses:
+def robust_loss(pairs: PairLogprobs, config: preference.RobustLoss) -> PairLosses:
     """Return robust DPO (Chowdhury et al. 2024, "Provably robust DPO: aligning language models with noisy feedback").
 
     loss = (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e), h as in DPO: its mean over labels of which the
@@ -116,7 +106,7 @@ def robust_loss(pairs: PairLogprobs, config: RobustLoss) -> PairLosses:
     return _scored(losses_P / (1 - 2 * smoothing), chosen_P, rejected_P)
 
 
-def apo_zero_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
+def apo_zero_loss(pairs: PairLogprobs, config: preference.ReferencedPairLoss) -> PairLosses:
     """Return APO-zero (D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", eq. 7).
 
     loss = 1 - sigmoid(r_w) + sigmoid(r_l), r = beta (l_pi - l_ref): chosen answers become likelier, rejected ones less
@@ -125,7 +115,7 @@ def apo_zero_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses
     return _scored(F.sigmoid(-chosen_P) + F.sigmoid(rejected_P), chosen_P, rejected_P)
 
 
-def apo_down_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses:
+def apo_down_loss(pairs: PairLogprobs, config: preference.ReferencedPairLoss) -> PairLosses:
     """Return APO-down (D'Oosterlinck et al. 2024, eq. 8).
 
     loss = sigmoid(r_w) + 1 - sigmoid(r_w - r_l): both become less likely, the rejected side more so. For answers that
@@ -134,7 +124,7 @@ def apo_down_loss(pairs: PairLogprobs, config: ReferencedPairLoss) -> PairLosses
     return _scored(F.sigmoid(chosen_P) + F.sigmoid(rejected_P - chosen_P), chosen_P, rejected_P)
 
 
-def simpo_loss(pairs: PairLogprobs, config: SimpoLoss) -> PairLosses:
+def simpo_loss(pairs: PairLogprobs, config: preference.SimpoLoss) -> PairLosses:
     """Return SimPO (Meng et al. 2024, "SimPO: Simple preference optimization with a reference-free reward", eq. 6).
 
     loss = -log sigmoid(beta l(y_w) / |y_w| - beta l(y_l) / |y_l| - margin)"""
@@ -143,7 +133,7 @@ def simpo_loss(pairs: PairLogprobs, config: SimpoLoss) -> PairLosses:
     return _scored(losses_P, config.beta * chosen_P, config.beta * rejected_P)
 
 
-def orpo_loss(pairs: PairLogprobs, config: OrpoLoss) -> PairLosses:
+def orpo_loss(pairs: PairLogprobs, config: preference.OrpoLoss) -> PairLosses:
     """Return ORPO (Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model", eq. 6-7).
 
     loss = -m_w - beta log sigmoid(log odds(m_w) - log odds(m_l)), with m = l(y) / |y| the mean log-probability of an
@@ -155,7 +145,7 @@ def orpo_loss(pairs: PairLogprobs, config: OrpoLoss) -> PairLosses:
     return _scored(losses_P, config.beta * chosen_P, config.beta * rejected_P)
 
 
-def kto_loss(ratios_A: Tensor, is_desirable_A: Tensor, kl: float, config: KtoLoss) -> tuple[Tensor, Tensor]:
+def kto_loss(ratios_A: Tensor, is_desirable_A: Tensor, kl: float, config: preference.KtoLoss) -> tuple[Tensor, Tensor]:
     """Return losses (A,) and rewards (A,) of KTO (Ethayarajh et al. 2024, "KTO: Model alignment as prospect theoretic
     optimization").
 
@@ -186,7 +176,7 @@ def _log_ratios(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
     return pairs.chosen_P - pairs.reference_chosen_P, pairs.rejected_P - pairs.reference_rejected_P
 
 
-def _rewards(pairs: PairLogprobs, config: PreferenceLossConfig) -> tuple[Tensor, Tensor]:
+def _rewards(pairs: PairLogprobs, config: preference.PreferenceLossConfig) -> tuple[Tensor, Tensor]:
     """Return the implicit rewards beta (l_pi - l_ref) of both sides."""
     chosen_P, rejected_P = _log_ratios(pairs)
     return config.beta * chosen_P, config.beta * rejected_P
@@ -211,7 +201,7 @@ def _scored(losses_P: Tensor, chosen_rewards_P: Tensor, rejected_rewards_P: Tens
     return PairLosses(losses_P, chosen_rewards_P.detach(), rejected_rewards_P.detach())
 
 
-def reward_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor, config: RewardLossConfig) -> Tensor:
+def reward_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor, config: preference.RewardLossConfig) -> Tensor:
     """Return the loss of each pair (P,).
 
     loss = -log sigmoid(r_w - r_l - margin) + center_coef (r_w + r_l)^2

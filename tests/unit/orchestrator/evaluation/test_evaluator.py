@@ -277,7 +277,7 @@ def test_no_deadline_of_an_evaluation_passes_while_it_is_frozen(monkeypatch: pyt
     async def look(_: object) -> None:
         assert isinstance(asyncio.get_running_loop(), FreezeTolerantLoop)
 
-    for name, value in (("run", look), ("read_toml", lambda *_: None), ("set_up_logging", lambda _: None)):
+    for name, value in (("run", look), ("read_toml", lambda *_: None), ("child.set_up_logging", lambda _: None)):
         monkeypatch.setattr(f"holdfast.orchestrator.evaluation.main.{name}", value)
     with pytest.raises(SystemExit, match="0"):
         main.main(["resolved.toml"])
