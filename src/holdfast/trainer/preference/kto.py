@@ -26,7 +26,7 @@ from holdfast.trainer.model.policy import Policy
 from holdfast.trainer.preference.losses import kto_loss
 from holdfast.trainer.preference.objective import PairObjective
 from holdfast.trainer.preference.pairs import LabelledAnswer, plan_preferences
-from holdfast.trainer.preference.reference import Reference, predict_sides
+from holdfast.trainer.preference.reference import Reference, read_sides
 
 _ANSWER, _MISMATCHED = 0, 1
 
@@ -67,7 +67,7 @@ class KtoObjective:
         """Return l_pi - l_ref (A,) and l_pi (A,) of one side of `batch[indices]`."""
         device = self.mesh.device
         sides = [answer.sides[side] for answer in batch]
-        logprobs_A = predict_sides(model, sides, indices, pack=self.config.data.pack, device=device)
+        logprobs_A = read_sides(model, sides, indices, pack=self.config.data.pack, device=device).logprobs_N
         reference_A = self.reference.of([batch[index] for index in indices], device)[:, side]
         return logprobs_A - reference_A, logprobs_A
 

@@ -395,7 +395,8 @@ def _block_logprobs(
     chosen = [place for place, indices in enumerate(together) if not set(wanted).isdisjoint(indices)]
     mine = [plans[mesh.data_rank][place] for place in chosen]
     found = [
-        predict_pairs(policy, block, indices, pack=config.pack, share=share, device=mesh.device) for indices in mine
+        read_pairs(policy, block, indices, pack=config.pack, share=share, device=mesh.device).logprobs_N
+        for indices in mine
     ]
     own = np.zeros((len(block), 2))
     # To the CPU in one copy, after all passes: each waits for the device.
@@ -408,63 +409,37 @@ def _block_logprobs(
     return indices, rows_P2[indices]
 
 
-def predict_pairs(
-    policy: Policy,
-    pairs: Sequence[Preference],
-    indices: list[int],
-    *,
-    pack: bool,
-    device: torch.device,
-    share: bool = False,
-) -> Tensor:
-    """Return the summed log-probabilities (P, 2) of the answers of `pairs[indices]`, in one forward pass.
-
-    With no indices it takes part in the collectives of the pass, and the empty result has a gradient. `share`: whether
-    the two sides of a pair share the tokens of their prompt, if the model allows it."""
-    found = read_pairs(policy, pairs, indices, PLAIN, pack=pack, share=share, device=device)
-    return found.logprobs_N
-
-
 def read_pairs(
     policy: Policy,
     pairs: Sequence[Preference],
     indices: list[int],
-    reading: Reading,
+    reading: Reading = PLAIN,
     *,
     pack: bool,
     device: torch.device,
     share: bool = False,
 ) -> Predicted:
-    """Return the sums (P, 2) over each answer of the numbers that `reading` asks for, as `predict_pairs` does."""
+    """Return the sums (P, 2) over the answers of `pairs[indices]` of the numbers that `reading` asks for.
+
+    It is one forward pass. With no indices it takes part in the collectives of the pass, and the empty result has a
+    gradient. `share`: whether the two sides of a pair share the tokens of their prompt, if the model allows it."""
     sides = [side for pair in pairs for side in pair.sides]
     places = [2 * index + side for index in indices for side in (0, 1)]
-    found = _read_sides(policy, sides, places, reading, pack=pack, share=share, device=device)
+    found = read_sides(policy, sides, places, reading, pack=pack, share=share, device=device)
     return Predicted(**{name: column.reshape(-1, 2) for name, column in found.columns().items()})
 
 
-def predict_sides(
+def read_sides(
     policy: Policy,
     samples: Sequence[Sample],
     indices: list[int],
+    reading: Reading = PLAIN,
     *,
     pack: bool,
     device: torch.device,
     share: bool = False,
-) -> Tensor:
-    """Return the summed log-probabilities (S,) of the trained tokens of `samples[indices]`, as `predict_pairs` does."""
-    return _read_sides(policy, samples, indices, PLAIN, pack=pack, share=share, device=device).logprobs_N
-
-
-def _read_sides(
-    policy: Policy,
-    samples: Sequence[Sample],
-    indices: list[int],
-    reading: Reading,
-    *,
-    pack: bool,
-    device: torch.device,
-    share: bool,
 ) -> Predicted:
+    """Return the sums (S,) over the trained tokens of `samples[indices]`, as `read_pairs` does."""
     pack, layout = pack and policy.layout.packs, policy.layout
     micro = build_micro_batch(samples, indices, pack=pack, share=share and pack and layout.shares, device=device)
     lengths = [samples[index].num_targets for index in indices]

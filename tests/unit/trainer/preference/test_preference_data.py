@@ -29,7 +29,7 @@ from holdfast.trainer.preference import reference as preference_reference
 from holdfast.trainer.preference.kto import KtoObjective
 from holdfast.trainer.preference.losses import kto_loss
 from holdfast.trainer.preference.pairs import LabelledAnswer, Pair, fingerprint_preferences, load_answers
-from holdfast.trainer.preference.reference import Reference, ReferenceTable, predict_pairs, reference_logprobs
+from holdfast.trainer.preference.reference import Reference, ReferenceTable, read_pairs, reference_logprobs
 from holdfast.trainer.programs.dpo import dpo_objective
 from holdfast.trainer.programs.reward_model import end_at_stop_token
 from tests.builders.plain_models import copy_with_other_tokens
@@ -284,13 +284,13 @@ def test_the_reference_is_computed_without_dropout_and_leaves_training_on(policy
     config = PreferenceDataConfig(seq_len=16, micro_batch_size=1, batch_size=3)  # blocks of 3, 3 and 1
     logprobs = reference_logprobs(policy, pairs, config, mesh)
     assert policy.training and logprobs.shape == (7, 2) and (logprobs < 0).all()
-    alone = [predict_pairs(policy, pairs, [k], pack=False, device=mesh.device).tolist()[0] for k in range(7)]
-    np.testing.assert_allclose(logprobs, alone, rtol=1e-5)
+    alone = [read_pairs(policy, pairs, [k], pack=False, device=mesh.device).logprobs_N for k in range(7)]
+    np.testing.assert_allclose(logprobs, torch.cat(alone).tolist(), rtol=1e-5)
 
 
 def test_a_rank_without_pairs_or_answers_takes_part_with_a_gradient_of_zero(policy: Policy, mesh: Mesh) -> None:
     policy.zero_grad(set_to_none=True)
-    nothing = predict_pairs(policy, ragged_pairs(2), [], pack=True, device=mesh.device)
+    nothing = read_pairs(policy, ragged_pairs(2), [], pack=True, device=mesh.device).logprobs_N
     assert nothing.shape == (0, 2)
     nothing.sum().backward()
     assert not taken_gradients(policy).any()
