@@ -46,6 +46,7 @@ from holdfast.errors import (
     ProcessKilled,
     printable,
 )
+from holdfast.orchestrator import worker as messages
 from holdfast.orchestrator.env.guard import CallTimeout
 from holdfast.orchestrator.env.judge import JUDGES, JudgeFailure
 from holdfast.orchestrator.episodes import (
@@ -59,24 +60,6 @@ from holdfast.orchestrator.episodes import (
     run_group,
 )
 from holdfast.orchestrator.tasks import run_all
-from holdfast.orchestrator.worker import (
-    Ask,
-    AskJudge,
-    Asks,
-    Cancel,
-    Failed,
-    FromWorker,
-    Judged,
-    Left,
-    Play,
-    Played,
-    Ready,
-    Sampled,
-    StartWorker,
-    ToWorker,
-    frame,
-    read_from_worker,
-)
 from holdfast.process.child import is_stopped, killed_by
 from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
@@ -118,7 +101,7 @@ class WorkerDied(Exception):
 class _PlayedGroup:
     problem: Problem
     sampler: TurnSampler
-    ended: asyncio.Future[Played | Failed]
+    ended: asyncio.Future[messages.Played | messages.Failed]
     turns: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -144,7 +127,9 @@ class _Running:
         self.is_ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         # A worker only needs to know `max_tokens`, and `evaluate` may sample in ways that training refuses.
         plain = config.model_copy(update={"sampling": SamplingConfig(max_tokens=config.sampling.max_tokens)})
-        self._beginning = asyncio.create_task(self._begin(StartWorker(plain.model_dump_json(), settings.label)))
+        self._beginning = asyncio.create_task(
+            self._begin(messages.StartWorker(plain.model_dump_json(), settings.label))
+        )
         self.life = asyncio.create_task(self._live())
 
     @property
@@ -152,7 +137,7 @@ class _Running:
         """How many groups it plays now."""
         return len(self._groups)
 
-    async def _begin(self, start: StartWorker) -> None:
+    async def _begin(self, start: messages.StartWorker) -> None:
         ours, theirs = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -171,7 +156,7 @@ class _Running:
 
     async def play(
         self, problem: Problem, step: int, sampler: TurnSampler, *, is_alone: bool = False
-    ) -> Played | Failed:
+    ) -> messages.Played | messages.Failed:
         """Return the result of a group. Raises WorkerDied, or what loading raised."""
         number = next(self._numbers)
         group = self._groups[number] = _PlayedGroup(problem, sampler, asyncio.get_running_loop().create_future())
@@ -179,7 +164,7 @@ class _Running:
             await asyncio.shield(self.is_ready)
             if self.is_over:
                 raise WorkerDied("killed", "it ended before")
-            self._send(Play(number, problem.task_id, problem.seed, step, is_alone))
+            self._send(messages.Play(number, problem.task_id, problem.seed, step, is_alone))
             return await group.ended
         finally:
             del self._groups[number]
@@ -187,7 +172,7 @@ class _Running:
                 turn.cancel()
             ended = group.ended
             if self.is_ready.done() and (not ended.done() or ended.cancelled() or ended.exception() is not None):
-                self._send(Cancel(number))
+                self._send(messages.Cancel(number))
 
     async def close(self) -> None:
         """End the process with all that it has started; others play its groups again."""
@@ -201,9 +186,9 @@ class _Running:
             self._kill()
         await asyncio.shield(self.life)  # who no longer waits must not keep it from ending its groups
 
-    def _send(self, message: ToWorker) -> None:
+    def _send(self, message: messages.ToWorker) -> None:
         if not self.is_over and not self._writer.is_closing():
-            self._writer.write(frame(message))
+            self._writer.write(messages.frame(message))
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -219,7 +204,7 @@ class _Running:
         watching = asyncio.create_task(self._watch())
         try:
             while True:
-                message = await read_from_worker(self._reader)
+                message = await messages.read_from_worker(self._reader)
                 self._heard_at = awake_s()
                 self._take(message)
         except (EOFError, ConnectionError):
@@ -231,39 +216,39 @@ class _Running:
         watching.cancel()
         await self._end()
 
-    def _take(self, message: FromWorker) -> None:
+    def _take(self, message: messages.FromWorker) -> None:
         match message:
-            case Ready(num_tasks=num_tasks):
+            case messages.Ready(num_tasks=num_tasks):
                 self.is_ready.set_result(num_tasks)
-            case Asks(asks=asks):
+            case messages.Asks(asks=asks):
                 for ask in asks:
                     self._begin_for(ask.group, lambda group, ask=ask: self._sample(ask, group))
-            case Left() as left:
+            case messages.Left() as left:
                 if (group := self._groups.get(left.group)) is not None:
                     group.sampler.leave(left.sample_index)
-            case AskJudge() as ask:
+            case messages.AskJudge() as ask:
                 self._begin_for(ask.group, lambda _: self._judge(ask))
-            case Failed(group=0) as failed:
+            case messages.Failed(group=0) as failed:
                 self.is_ready.set_exception(error_of(failed))
-            case (Played() | Failed()) as ended:
+            case (messages.Played() | messages.Failed()) as ended:
                 group = self._groups.get(ended.group)
                 if group is not None and not group.ended.done():
                     group.ended.set_result(ended)
             case _:
                 pass
 
-    async def _sample(self, ask: Ask, group: _PlayedGroup) -> None:
+    async def _sample(self, ask: messages.Ask, group: _PlayedGroup) -> None:
         affinity = group.problem.affinity
         completion = await group.sampler.sample(
             TurnRequest(ask.token_ids.tolist(), ask.sample_index, self._sampling, ask.max_tokens, ask.seed, affinity)
         )
-        self._send(Sampled(ask.request, completion))
+        self._send(messages.Sampled(ask.request, completion))
 
-    async def _judge(self, ask: AskJudge) -> None:
+    async def _judge(self, ask: messages.AskJudge) -> None:
         try:
-            judged = Judged(ask.request, await JUDGES.get().ask(ask.body))
+            judged = messages.Judged(ask.request, await JUDGES.get().ask(ask.body))
         except JudgeFailure as failure:
-            judged = Judged(ask.request, failure=str(failure), reason=failure.reason)
+            judged = messages.Judged(ask.request, failure=str(failure), reason=failure.reason)
         self._send(judged)
 
     def _begin_for(self, number: int, work: Callable[[_PlayedGroup], Coroutine[Any, Any, None]]) -> None:
@@ -369,7 +354,7 @@ class _WorkerOutput:
             left = max(0, left - len(part))
 
 
-def error_of(failed: Failed) -> HoldfastError:
+def error_of(failed: messages.Failed) -> HoldfastError:
     """Return the error that a worker met."""
     kinds: dict[str, type[HoldfastError]] = {"config": ConfigError, "data": DataError, "killed": ProcessKilled}
     return kinds.get(failed.kind, EnvironmentFailure)(failed.message)
@@ -463,12 +448,12 @@ class Workers:
             if _is_out_of_memory(ended) and not is_alone:
                 is_alone = True  # others may have filled it
                 continue
-            if isinstance(ended, Failed):
+            if isinstance(ended, messages.Failed):
                 error = error_of(ended)
                 raise GroupKilled(ended.message, is_alone=is_alone) if isinstance(error, ProcessKilled) else error
             return ended.dropped or ended.rollouts
 
-    async def _play(self, problem: Problem, step: int, sampler: TurnSampler) -> Played | Failed:
+    async def _play(self, problem: Problem, step: int, sampler: TurnSampler) -> messages.Played | messages.Failed:
         slot = min(range(len(self._slots)), key=lambda slot: one.num_groups if (one := self._slots[slot]) else 0)
         worker = self._worker(slot)
         ended = await worker.play(problem, step, sampler)
@@ -476,7 +461,7 @@ class Workers:
             await worker.close()  # it would not free its memory
         return ended
 
-    async def _play_alone(self, problem: Problem, step: int, sampler: TurnCache) -> Played | Failed:
+    async def _play_alone(self, problem: Problem, step: int, sampler: TurnCache) -> messages.Played | messages.Failed:
         """Return the result of a group from a worker of its own.
 
         Raises _AtRest if it waits for the next round, for which other groups may need the place of this worker."""
@@ -500,8 +485,8 @@ class _AtRest(Exception):
     """A group that has a worker of its own has done no harm, and waits for the next round."""
 
 
-def _is_out_of_memory(ended: Played | Failed) -> bool:
-    if isinstance(ended, Failed):
+def _is_out_of_memory(ended: messages.Played | messages.Failed) -> bool:
+    if isinstance(ended, messages.Failed):
         return ended.kind == "memory"
     return ended.dropped is not None and ended.dropped.reason == "memory"
 
