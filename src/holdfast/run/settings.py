@@ -67,6 +67,19 @@ def settings_of_attempt(run_dir: RunDir, attempt: int) -> dict[str, Any]:
     return without_secrets(found)
 
 
+def settings_of_trainers(run_dir: RunDir) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield program and settings of the trainer of each attempt, the newest first. Raise CheckpointError if settings
+    are damaged."""
+    for attempt in range(run_dir.next_attempt() - 1, 0, -1):
+        for program in PROGRAMS:
+            path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
+            try:
+                settings = read_settings(path)
+            except FileNotFoundError:  # of another program, or a resume has just removed an old attempt
+                continue
+            yield program, settings
+
+
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings` with `***` for what the name of a setting, or the form of a URL, says is secret."""
     return {

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-import tomli
 
-from holdfast.errors import NOT_SAVED, is_storage_failure, printable
+from holdfast.errors import NOT_SAVED, CheckpointError, is_storage_failure, printable
 from holdfast.run.choose_run import is_evaluation
 from holdfast.run.lock import living_holder
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir
+from holdfast.run.settings import settings_of_trainers
 from holdfast.view.state import Alarm, Checkpoints, Phase, RunState, look_at_checkpoints
 from holdfast.view.tables import age
 
@@ -309,11 +309,9 @@ class ObservedRun:
 
 def _max_steps(run_dir: RunDir) -> int | None:
     """Return the last step by the settings of the newest attempt, before its trainer has said it."""
-    for name in ("trainer", "sft", "dpo", "reward-model"):
-        with suppress(OSError, ValueError):
-            text = (run_dir.configs(run_dir.next_attempt() - 1) / f"{name}.toml").read_text(encoding="utf-8")
-            if isinstance(found := tomli.loads(text).get("max_steps"), int):
-                return found
+    with suppress(OSError, CheckpointError):
+        _, settings = next(settings_of_trainers(run_dir), ("", {}))
+        return settings.get("max_steps")
     return None
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.arguments import Parser
-from holdfast.config import PROGRAMS
 from holdfast.config.base import read_section
 from holdfast.config.view import TrackingConfig
 from holdfast.errors import ConfigError
@@ -27,7 +26,7 @@ from holdfast.process.child import die_with_launcher, run_reporting_errors, set_
 from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
 from holdfast.run.choose_run import add_run, command_line, is_evaluation, no_run, parse_run, refuse_flags
 from holdfast.run.run_dir import RunDir
-from holdfast.run.settings import read_settings
+from holdfast.run.settings import settings_of_trainers
 from holdfast.view.follow import EndSignals
 from holdfast.view.load_tracker import BUILT_IN, check_tracker
 from holdfast.view.sending import Sending, TrackerFailed
@@ -72,12 +71,8 @@ def main(argv: list[str]) -> int:
 def _settings(run_dir: RunDir, given: dict[str, Any]) -> TrackingConfig:
     """Return the settings of the newest attempt that has some, with the `given` values in their place. Raise
     ConfigError if there are none, or no tracker has such a name."""
-    found = {}
-    for attempt in range(run_dir.next_attempt() - 1, 0, -1):
-        paths = [run_dir.configs(attempt) / f"{'trainer' if name == 'rl' else name}.toml" for name in PROGRAMS]
-        found = next((read_settings(path).get("tracking", {}) for path in paths if path.exists()), {})
-        if found:
-            break
+    of_attempts = (settings.get("tracking") for _, settings in settings_of_trainers(run_dir))
+    found: dict[str, Any] = next(filter(None, of_attempts), {})
     if "backends" not in given and not found:
         raise ConfigError(
             f"{run_dir.path} has no tracking in its settings: say where to, such as\n"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.config import PROGRAMS
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
 from holdfast.config.inference import ServedModelConfig
@@ -33,7 +32,7 @@ from holdfast.run import atomic
 from holdfast.run.choose_run import no_run
 from holdfast.run.manifest import library_versions
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, numbered_paths
-from holdfast.run.settings import read_settings
+from holdfast.run.settings import settings_of_trainers
 from holdfast.run.timeline import span, start_timeline
 from holdfast.view.ckpt_dirs import TensorWorkFailed
 
@@ -60,7 +59,10 @@ class FollowedRun:
         run_dir = RunDir(run)
         if not run_dir.holds_run():
             raise no_run(run)
-        attempts = list(_settings_of_attempts(run_dir))
+        found = list(settings_of_trainers(run_dir))
+        if any(program == "reward-model" for program, _ in found):
+            raise DataError(f"{run} trains a reward model, which says nothing that could be evaluated")
+        attempts = [settings for _, settings in found]
         if not attempts:
             raise DataError(f"{run} has no settings of a run (configs/attempt_N), so nobody can say how far it goes")
         # A later attempt does not say what the first steps began with; the first attempt, which does, may be removed.
@@ -78,20 +80,6 @@ class FollowedRun:
         """Whether no further checkpoint comes: the last step is saved, or the run has ended."""
         last = self.run_dir.early_end() or self.max_steps
         return last in self.run_dir.committed_steps() or not self.run_dir.is_under_way()
-
-
-def _settings_of_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
-    """Yield the settings of the trainer, of the newest attempt first. Raise DataError if it trains no policy."""
-    for attempt in range(run_dir.next_attempt() - 1, 0, -1):
-        for program in PROGRAMS:
-            path = run_dir.configs(attempt) / f"{'trainer' if program == 'rl' else program}.toml"
-            try:
-                settings = read_settings(path)
-            except FileNotFoundError:  # of another program, or a resume has just removed an old attempt
-                continue
-            if program == "reward-model":
-                raise DataError(f"{run_dir.path} trains a reward model, which says nothing that could be evaluated")
-            yield settings
 
 
 def _base_of(settings: dict[str, Any]) -> ModelConfig | None:

@@ -94,7 +94,7 @@ def test_an_old_attempt_may_go_while_settings_are_read(tmp_path: Path, monkeypat
             run_dir.remove_old_attempts(1)
         return read_settings(path)
 
-    monkeypatch.setattr(evaluate_follow, "read_settings", removing)
+    monkeypatch.setattr("holdfast.run.settings.read_settings", removing)
     assert FollowedRun.read(run_dir.path).max_steps == 10 and not run_dir.configs(1).exists()
 
 
