@@ -125,9 +125,15 @@ _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
 
 class HoldfastError(Exception):
-    """Base class of all errors that holdfast shows as one message, without a traceback."""
+    """Base class of all errors that holdfast shows as one message, without a traceback. `exit_code`: if this error has
+    another one than its class."""
 
     exit_code = 3
+
+    def __init__(self, *message: object, exit_code: int | None = None) -> None:
+        super().__init__(*message)
+        if exit_code is not None:
+            self.exit_code = exit_code
 
 
 class ConfigError(HoldfastError):

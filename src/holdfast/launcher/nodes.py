@@ -85,9 +85,7 @@ class LastWords(msgspec.Struct, frozen=True):
         if self.refused:
             raise ConfigError(self.message)
         if self.message:
-            error = ProcessDied(f"the run has ended on node {self.message}")
-            error.exit_code = self.code
-            raise error
+            raise ProcessDied(f"the run has ended on node {self.message}", exit_code=self.code)
         return self.code
 
 

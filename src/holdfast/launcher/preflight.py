@@ -184,16 +184,12 @@ def check_in_child(module: str, config: BaseModel, *arguments: str) -> None:
     if child.returncode == ConfigError.exit_code:
         raise ConfigError(message)
     if child.returncode == EnvironmentFailure.exit_code:
-        failure = EnvironmentFailure(message)
-        failure.exit_code = ConfigError.exit_code  # nothing was started
-        raise failure
+        raise EnvironmentFailure(message, exit_code=ConfigError.exit_code)  # nothing was started
     if (by := killed_by(child.returncode)) is not None:
         said = f"the check of the configuration was killed by {by.name}. Nothing was started: give the command again"
     else:
         said = f"checking the configuration failed (exit code {child.returncode}):\n{said}"
-    error = HoldfastError(said)
-    error.exit_code = 1
-    raise error
+    raise HoldfastError(said, exit_code=1)
 
 
 def settle_length(config: TrainingCommand, *, clean: bool) -> inputs.Survey | None:

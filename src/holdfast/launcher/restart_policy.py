@@ -225,9 +225,8 @@ def death_of(child: Child, *, stuck: str | None, restarts: RestartLimit) -> Proc
         text = f"{child.name} {how}; the last lines of {child.log}:\n{last_lines(child.log)}"
     if used := restarts.used(_counted_as(child)):
         text += f"\n       it was started again {used} times{restarts.over(_counted_as(child))}"
-    error, code = ProcessDied(text), child.process.returncode
-    error.exit_code = 3 if code == STUCK else code if code in (2, 3, STORAGE_FAILED) else 1
-    return error
+    code = child.process.returncode
+    return ProcessDied(text, exit_code=3 if code == STUCK else code if code in (2, 3, STORAGE_FAILED) else 1)
 
 
 def report_stop(number: int, trainer: Child | None, *, step: int, attempt: Attempt, config: TrainingCommand) -> int:

@@ -326,13 +326,12 @@ class _Watcher:
         delay_s = self._storage_backoff.delay_s(self._console.last_step)
         if delay_s is None:
             self._supervisor.stop()
-            given_up = ProcessDied(str(error))
+            told = str(error)
             if timeout_s := self._storage_backoff.timeout_s:
                 path, free_bytes = restart_policy.fullest(self._run_dir)  # on a full disk the log may have no reason
-                told = f"waited for in vain for {timeout_s:g} s: {path} has {free_bytes:,} bytes free"
-                given_up.args = (f"{error}\n       the storage was {told}",)
-            given_up.exit_code = STORAGE_FAILED
-            raise given_up from None
+                told += f"\n       the storage was waited for in vain for {timeout_s:g} s: "
+                told += f"{path} has {free_bytes:,} bytes free"
+            raise ProcessDied(told, exit_code=STORAGE_FAILED) from None
         return self._pause_for_storage(error, delay_s)
 
     def _pause_for_storage(self, error: Exception, delay_s: float) -> int | None:

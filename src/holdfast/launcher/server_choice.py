@@ -113,6 +113,7 @@ def _can_bind(host: str, port: int) -> bool:
     return True
 
 
+_REFUSED = 2  # nothing was started: an error of the configuration
 _TIMEOUT_S = 10.0
 # The orchestrator sends heartbeats as well, but may not have started, or be dead.
 _HEARTBEAT_S = 20.0
@@ -195,7 +196,7 @@ class _ServerChoice:
                     other = "choose another port with --inference.server.port"
                     if config.orchestrator.client.urls != config.inference.urls:
                         other = "name other servers with --orchestrator.client.urls"
-                    raise _refusal(f"{taken}. Wait for it, or {other}.") from None
+                    raise InferenceError(f"{taken}. Wait for it, or {other}.", exit_code=_REFUSED) from None
                 if not is_told:
                     is_told = True
                     why = "the last start of this run may have left it"
@@ -213,9 +214,10 @@ class _ServerChoice:
                 self._claim_if_there(url)
         starts = [url for url in own if url in urls]
         if len(own) > 1 and len(starts) < len(own):
-            raise _refusal(
+            raise InferenceError(
                 f"inference.engines = {len(own)} starts servers at {', '.join(own)}, and orchestrator.client.urls "
-                f"names {len(starts)} of them: name all, or leave one of the two settings out"
+                f"names {len(starts)} of them: name all, or leave one of the two settings out",
+                exit_code=_REFUSED,
             )
         if not starts:
             return Servers(False, f"using the inference servers at {', '.join(urls)}")
@@ -356,9 +358,3 @@ def _look(url: str) -> ServedWeights | None:
         why, may_be_ending = f"{type(error).__name__}: {reason}", isinstance(error, OSError)
     message = f"something answers at {url}, but it is not an inference server of holdfast ({printable(why)})"
     raise _Taken(message, may_be_ending=may_be_ending)
-
-
-def _refusal(reason: str) -> InferenceError:
-    error = InferenceError(reason)
-    error.exit_code = 2  # nothing was started: an error of the configuration
-    return error

@@ -411,12 +411,11 @@ class Workers:
         """Start a worker. Raise ProcessDied if it would play or score by other files than the workers before."""
         now = self._digests_now()
         if changed := [path for path, digest in self._digests.items() if now.get(path) != digest]:
-            died = ProcessDied(
+            raise ProcessDied(
                 f"environment '{self.name}': {changed[0]} has changed since its workers were started, and a new worker "
-                "would play or score another way: all of them are started again"
+                "would play or score another way: all of them are started again",
+                exit_code=1,  # another try is worth it
             )
-            died.exit_code = 1  # another try is worth it
-            raise died
         worker = _Running(self._settings, self._config)
         self._living.add(worker)
         worker.life.add_done_callback(lambda _: self._living.discard(worker))

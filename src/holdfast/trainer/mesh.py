@@ -291,10 +291,9 @@ class RankGroup:
         if failed:
             reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in failed.items()]
             # Rank 0 is not named: the action was mostly `on_main`.
-            raised = error(failed[0][0] if set(failed) == {0} else "; ".join(reasons))
-            if any(is_storage for _, is_storage in failed.values()):
-                raised.exit_code = STORAGE_FAILED  # on every rank: any may end first
-            raise raised from failure
+            told = failed[0][0] if set(failed) == {0} else "; ".join(reasons)
+            is_storage = any(of_storage for _, of_storage in failed.values())
+            raise error(told, exit_code=STORAGE_FAILED if is_storage else None) from failure  # any rank may end first
         return result  # type: ignore[return-value]  # without failure, action() returned
 
     def on_main(self, action: Callable[[], T], *, error: type[HoldfastError] = SaveError) -> T | None:

@@ -149,10 +149,8 @@ class HttpTransport:
             raise Unavailable(reason, retry_for_s=0.0)
         if answer.status in (401, 403) and isinstance(self._config, ClientConfig):
             reason += f". Set {self._config.admin_token_env} to the server's admin token."
-        refused = InferenceError(reason)
-        if _code(content) == inference.UNREADABLE:
-            refused.exit_code = STORAGE_FAILED  # the run waits for its storage
-        raise refused
+        is_unreadable = _code(content) == inference.UNREADABLE
+        raise InferenceError(reason, exit_code=STORAGE_FAILED if is_unreadable else None)  # a run waits for its storage
 
     async def _ask(
         self,

@@ -324,10 +324,8 @@ class ReferenceWork(Generic[P]):
         if not asked:
             return
         self._write()
-        name = signal.Signals(asked).name
-        stopped = Stopped(f"stopped by {name} before step {self._step + 1}; what the reference said is kept")
-        stopped.exit_code = 128 + asked
-        raise stopped
+        told = f"stopped by {signal.Signals(asked).name} before step {self._step + 1}; what the reference said is kept"
+        raise Stopped(told, exit_code=128 + asked)
 
     def _other_weights(self, digest: str) -> CheckpointError:
         """Return the error of a reference with the weights `digest`; empty: another kind of model."""
