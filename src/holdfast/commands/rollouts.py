@@ -25,27 +25,11 @@ from holdfast.run.atomic import is_gone
 from holdfast.run.choose_run import RunSubcommands, steps_of
 from holdfast.run.journal import STATE_NAME, Counts, dropped_by_reason, read_accepted
 from holdfast.run.run_dir import RunDir
-from holdfast.view.answers import (
-    Answer,
-    Choice,
-    Expression,
-    TextOf,
-    choose,
-    find_batch,
-    find_batches,
-    problems_of,
-    read_answers,
-    read_batch_at,
-    sampler_of,
-    shown_parts,
-    shown_text,
-    step_of,
-    text_of,
-)
+from holdfast.view import answers as view
 from holdfast.view.tables import Grid, Report, number, working
 
 
-def _rows(answers: Iterable[Answer]) -> Iterator[dict[str, Any]]:
+def _rows(answers: Iterable[view.Answer]) -> Iterator[dict[str, Any]]:
     """Yield all of each rollout: its fields by the names of the journal, and what `rollouts read` shows."""
     for answer in answers:
         rollout = msgspec.to_builtins(answer.rollout, enc_hook=list_packed)
@@ -138,25 +122,25 @@ def _add_choice(parser: Parser) -> None:
     parser.add_argument("--limit", type=positive, metavar="N", help="at most so many answers")
 
 
-def _choice_of(arguments: argparse.Namespace) -> Choice:
+def _choice_of(arguments: argparse.Namespace) -> view.Choice:
     order = "-reward" if arguments.best else "reward" if arguments.worst else arguments.sort
-    return Choice(
-        where=Expression(arguments.where, key="--where") if arguments.where is not None else None,
+    return view.Choice(
+        where=view.Expression(arguments.where, key="--where") if arguments.where is not None else None,
         environment=arguments.environment,
-        sort=Expression(order, key="--sort") if order is not None else None,
+        sort=view.Expression(order, key="--sort") if order is not None else None,
         limit=arguments.limit or arguments.worst or arguments.best,
     )
 
 
-def read(run_dir: RunDir, *, steps: Sequence[str], choice: Choice, is_full: bool = False) -> Report:
+def read(run_dir: RunDir, *, steps: Sequence[str], choice: view.Choice, is_full: bool = False) -> Report:
     """Show the answers of some batches, at most ten if `choice` says no other number. Raise as `show`; ConfigError for
     an environment or a field that no answer has."""
-    directories = find_batches(run_dir, steps or ["latest"])
-    text = text_of(run_dir)
-    answers = list(read_answers(directories, text))
-    found = choose(answers, choice)
+    directories = view.find_batches(run_dir, steps or ["latest"])
+    text = view.text_of(run_dir)
+    answers = list(view.read_answers(directories, text))
+    found = view.choose(answers, choice)
     shown = found[: choice.limit or _SHOWN]
-    batches = ", ".join(str(step_of(directory)) for directory in directories[:_SHOWN])
+    batches = ", ".join(str(view.step_of(directory)) for directory in directories[:_SHOWN])
     more = ", ..." if len(directories) > _SHOWN else ""
     title = f"{len(shown):,} of {len(answers):,} answers of batch {batches}{more}"
     title += f"; {len(found):,} are meant" if len(found) < len(answers) else ""
@@ -169,8 +153,8 @@ def read(run_dir: RunDir, *, steps: Sequence[str], choice: Choice, is_full: bool
     return Report(document | {"no_text": text.reason or None, "shown": [one.row() for one in shown]}, parts)
 
 
-def _lines_of(answer: Answer, *, is_full: bool) -> Iterator[str]:
-    rollout, parts = answer.rollout, shown_parts(answer)
+def _lines_of(answer: view.Answer, *, is_full: bool) -> Iterator[str]:
+    rollout, parts = answer.rollout, view.shown_parts(answer)
     yield (
         f"step {answer.step}, {rollout.environment} task {rollout.task_id}, sample {rollout.sample_index}: "
         f"reward {number(rollout.reward)}, advantage {number(answer.advantage)}"
@@ -199,14 +183,14 @@ def _laid_out(text: str, *, is_full: bool, keeps_end: bool = False) -> str:
 def show(run_dir: RunDir, *, step: str, problem: int | None) -> Report:
     """Show the problems of one batch, or every turn of one of its problems. Raise CheckpointError if the batch is not
     there, or damaged; ConfigError if the problem does not exist, or STEP means several batches."""
-    directory = find_batch(run_dir, "show", step)
-    batch = read_batch_at(directory)
-    groups = problems_of(batch)
+    directory = view.find_batch(run_dir, "show", step)
+    batch = view.read_batch_at(directory)
+    groups = view.problems_of(batch)
     if problem is None:
         return _show_batch(directory, batch, groups)
     if not 0 <= problem < len(groups):
         raise ConfigError(f"--problem {problem}: batch {batch.step} has the problems 0 to {len(groups) - 1}.")
-    return _show_problem(batch, problem, groups[problem], text_of(run_dir))
+    return _show_problem(batch, problem, groups[problem], view.text_of(run_dir))
 
 
 def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> Report:
@@ -226,7 +210,7 @@ def _show_batch(directory: Path, batch: Batch, groups: list[list[Rollout]]) -> R
         (str(index), group[0].environment, str(group[0].task_id), *_cells(line))
         for index, (group, line) in enumerate(zip(groups, lines, strict=True))
     ]
-    title = f"batch {batch.step}, sampled by {sampler_of(batch)}{_at(batch)}"
+    title = f"batch {batch.step}, sampled by {view.sampler_of(batch)}{_at(batch)}"
     parts: list[Grid | str] = [title, Grid((">problem", "environment", ">task", *_COLUMNS), rows)]
     if batch.dropped:
         dropped = [
@@ -250,7 +234,7 @@ def _at(batch: Batch) -> str:
     return "".join(f"\n  {name} at {sampling}" for name, sampling in samplings.items())
 
 
-def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) -> Report:
+def _show_problem(batch: Batch, index: int, group: list[Rollout], text: view.TextOf) -> Report:
     shown = [
         {
             "sample_index": rollout.sample_index,
@@ -284,7 +268,7 @@ def _show_problem(batch: Batch, index: int, group: list[Rollout], text: TextOf) 
         for turn in line["turns"]:
             what = "sampled" if turn["sampled"] else "given  " if turn["branch"] == branch else "anew   "
             branch = turn["branch"]
-            parts.append(f"  {what} | {shown_text(turn['text'], turn['token_ids'])}")
+            parts.append(f"  {what} | {view.shown_text(turn['text'], turn['token_ids'])}")
     return Report(document | {"no_text": text.reason or None, "rollouts": shown}, parts)
 
 
@@ -332,7 +316,7 @@ def _ledger(directory: Path, step: int) -> tuple[dict[str, Any], str]:
 
 def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
     """Show a line per batch, and what was accepted and dropped up to the last one; damaged ones are problems."""
-    directories = find_batches(run_dir, steps or ["all"])
+    directories = view.find_batches(run_dir, steps or ["all"])
     lines: list[dict[str, Any]] = []
     rows: list[tuple[str, ...]] = []
     problems: list[str] = []
@@ -340,18 +324,18 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
     total = ""
     for directory in directories:
         try:
-            batch = read_batch_at(directory)
+            batch = view.read_batch_at(directory)
             ledger, total = _ledger(directory, batch.step)
         except CheckpointError as error:
             if is_gone(directory):  # the trainer has just removed it
                 continue
             problems.append(f"{directory.name} is damaged: {error}")
-            lines.append({"step": step_of(directory), "path": str(directory), "status": "damaged"})
-            rows.append((str(step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 3))))
+            lines.append({"step": view.step_of(directory), "path": str(directory), "status": "damaged"})
+            rows.append((str(view.step_of(directory)), "damaged", *("-" for _ in range(len(_COLUMNS) + 3))))
             continue
         line = _line(batch.rollouts)
         names = sorted({rollout.environment for rollout in batch.rollouts})
-        num_problems = len(problems_of(batch))
+        num_problems = len(view.problems_of(batch))
         dropped = dropped_by_reason(batch.dropped)
         lines.append({
             "step": batch.step, "path": str(directory), "status": "committed", "policy_version": batch.policy_version,
@@ -366,7 +350,7 @@ def stats(run_dir: RunDir, *, steps: Sequence[str]) -> Report:
     return Report(document, parts, problems)
 
 
-def export(run_dir: RunDir, *, steps: Sequence[str], to: Path, choice: Choice) -> Report:
+def export(run_dir: RunDir, *, steps: Sequence[str], to: Path, choice: view.Choice) -> Report:
     """Write the rollouts of some batches to a new file, or nothing. Raise CheckpointError if a batch is damaged or
     there are none; ConfigError if the file exists, or its name has another ending; RunDirError if it cannot be written.
     """
@@ -374,13 +358,13 @@ def export(run_dir: RunDir, *, steps: Sequence[str], to: Path, choice: Choice) -
         raise ConfigError(f"--to {to}: an export is FILE.jsonl (JSON lines) or FILE.parquet, not '{to.suffix}'.")
     if to.exists():
         raise ConfigError(f"--to {to} exists already; nothing is written over. Name a new file.")
-    directories = find_batches(run_dir, steps or ["all"])
+    directories = view.find_batches(run_dir, steps or ["all"])
     if not directories:
         raise CheckpointError(f"there is no batch in {run_dir.rollouts} to export.")
     temporary = atomic.temporary_sibling(to)
-    answers: Iterable[Answer] = read_answers(directories, text_of(run_dir))
-    if choice != Choice():  # else batch by batch, which takes little memory
-        answers = choose(answers, choice)[: choice.limit]
+    answers: Iterable[view.Answer] = view.read_answers(directories, view.text_of(run_dir))
+    if choice != view.Choice():  # else batch by batch, which takes little memory
+        answers = view.choose(answers, choice)[: choice.limit]
     try:
         atomic.make_directory(to.parent.absolute())
         try:

@@ -33,17 +33,8 @@ from holdfast.config import InferenceConfig
 from holdfast.config.base import is_loopback
 from holdfast.errors import ConfigError, InferenceError, ReadError, is_storage_failure
 from holdfast.inference import Preflight
+from holdfast.inference import engine as engines
 from holdfast.inference.access import Ownership
-from holdfast.inference.engine import (
-    VllmSampler,
-    build_vllm_app,
-    end_turns,
-    generate_one_token,
-    give_logprobs_of_model,
-    parse_arguments,
-    running_engine,
-    vllm_arguments,
-)
 from holdfast.inference.routes import Routes, build_application
 from holdfast.inference.weights import EngineWeights, ServerMetrics
 from holdfast.process.child import is_ignored, is_stopped
@@ -98,7 +89,7 @@ def serve(config: InferenceConfig, preflight: Preflight, *, owner: Owner | None 
     """Serve the run `owner`, or any run, until asked to stop; return the exit code. Raise ConfigError if vLLM refuses
     an argument, or another server took the port meanwhile; InferenceError if the engine did not start."""
     device = "cpu" if current_platform.is_cpu() else "cuda"
-    args = parse_arguments(vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir, device))
+    args = engines.parse_arguments(engines.vllm_arguments(config, preflight.model_dir, preflight.tokenizer_dir, device))
     # Until the loop runs, the engine ends with this process. The launcher ends servers by SIGTERM: never ignored.
     signals = [signal.SIGTERM] if is_ignored(signal.SIGINT) else [signal.SIGTERM, signal.SIGINT]
     for number in signals:
@@ -122,7 +113,7 @@ async def _serve(
     send_none_while(processes.are_stopped)
     async with contextlib.AsyncExitStack() as stack:
         try:
-            engine = await stack.enter_async_context(running_engine(args))
+            engine = await stack.enter_async_context(engines.running_engine(args))
         except (RuntimeError, ValueError) as error:
             await asyncio.to_thread(_require_readable, preflight.model_dir)
             if _KILLED.search(str(error)):  # another start may succeed
@@ -145,11 +136,11 @@ async def _serve(
             await _while_alive(engine, engine_weights.adopt_initial())
         # Before the port answers: a server that cannot generate must not look well.
         await _check_first_token(engine)
-        end_turns(engine, preflight.tokenizer_dir)
-        give_logprobs_of_model(engine)
-        vllm_app = await _while_alive(engine, build_vllm_app(engine, args))
+        engines.end_turns(engine, preflight.tokenizer_dir)
+        engines.give_logprobs_of_model(engine)
+        vllm_app = await _while_alive(engine, engines.build_vllm_app(engine, args))
         routes = Routes(
-            VllmSampler(engine),
+            engines.VllmSampler(engine),
             engine_weights=engine_weights,
             ownership=ownership,
             metrics=metrics,
@@ -244,7 +235,7 @@ async def _check_first_token(engine: AsyncLLM) -> None:
     """Generate one token: an engine that cannot run this model must fail before the first client. Raise InferenceError
     if the engine failed by itself, and would fail again; EngineDeadError if something killed the engine."""
     try:
-        await _while_alive(engine, generate_one_token(engine))
+        await _while_alive(engine, engines.generate_one_token(engine))
     except (EngineDeadError, EngineGenerateError) as error:
         await asyncio.sleep(_WATCH_INTERVAL_S)  # for its exit code
         processes = getattr(engine.engine_core.resources.engine_manager, "processes", [])

@@ -23,21 +23,13 @@ from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, SupervisedCommand, TrainingCommand
 from holdfast.errors import ConfigError, NodeLost, RunDirError
 from holdfast.launcher import devices, forecast, preflight
+from holdfast.launcher import plan as plans
 from holdfast.launcher.cluster.cluster import check_shared, trainer_names, wait_for_places
 from holdfast.launcher.cluster.slurm import submit_rl, submit_training
 from holdfast.launcher.liveness import Health
 from holdfast.launcher.nodes import Follower, Nodes, Registration, in_vain, meet
 from holdfast.launcher.outer_nodes import with_outer_nodes
 from holdfast.launcher.placement import ClusterPlacement, placed_on_cluster
-from holdfast.launcher.plan import (
-    EVALUATION,
-    Plan,
-    PlannedProcess,
-    of_cluster,
-    planned_engine,
-    planned_trainer,
-    print_table,
-)
 from holdfast.launcher.restart_policy import RestartLimit, RestartPolicy, StorageBackoff
 from holdfast.launcher.restarts import watch
 from holdfast.launcher.resume.attempt import Attempt, process_name, with_resume, write_config
@@ -61,8 +53,8 @@ _NODE_HEARTBEAT_TIMEOUT_S = 120.0
 
 
 def with_evaluations(
-    plan: Plan, attempt: Attempt, config: TrainingCommand, placement: devices.Placement, gpus: tuple[Gpu, ...]
-) -> Plan:
+    plan: plans.Plan, attempt: Attempt, config: TrainingCommand, placement: devices.Placement, gpus: tuple[Gpu, ...]
+) -> plans.Plan:
     """Return `plan` with the process that evaluates, if `config` asks for one."""
     if not isinstance(config, EvaluatedCommand) or config.eval is None:
         return plan
@@ -70,13 +62,13 @@ def with_evaluations(
     if not config.dry_run:
         run_dir.given_up.unlink(missing_ok=True)  # by an earlier attempt
     settings = config.eval.following(run_dir.path, run_dir.evaluations)
-    path = write_config(attempt, EVALUATION, settings, dry_run=config.dry_run)
+    path = write_config(attempt, plans.EVALUATION, settings, dry_run=config.dry_run)
     return replace(
         plan,
-        commands=plan.commands | {EVALUATION: module_command("holdfast.launcher.evaluation.follow", str(path))},
+        commands=plan.commands | {plans.EVALUATION: module_command("holdfast.launcher.evaluation.follow", str(path))},
         paths=[*plan.paths, path],
-        environments=plan.environments | {EVALUATION: placement.environment(gpus)},
-        processes=[*plan.processes, planned_engine(EVALUATION, config.eval.inference, gpus)],
+        environments=plan.environments | {plans.EVALUATION: placement.environment(gpus)},
+        processes=[*plan.processes, plans.planned_engine(plans.EVALUATION, config.eval.inference, gpus)],
     )
 
 
@@ -110,13 +102,13 @@ def launch_training(config: TrainingCommand) -> int:
     path = write_config(attempt, process_name(config), config, dry_run=config.dry_run)
     print(devices.describe(placement, chosen))
     print(preflight.summary(config, survey))
-    plan = Plan(
+    plan = plans.Plan(
         attempt,
         {"trainer": trainer_command(config, path)},
         config,
         [path],
         environments={"trainer": environment},
-        processes=planned_trainer(config, placement),
+        processes=plans.planned_trainer(config, placement),
     )
     plan = with_evaluations(plan, attempt, config, placement, gpus)
     if config.dry_run:
@@ -217,7 +209,9 @@ def _lead(config: TrainingCommand, nodes: Nodes, environment: dict[str, str]) ->
     return watch(plan_on_nodes(config, nodes, environment), healing)
 
 
-def plan_on_nodes(config: TrainingCommand, nodes: Nodes, environment: dict[str, str], *, again: bool = False) -> Plan:
+def plan_on_nodes(
+    config: TrainingCommand, nodes: Nodes, environment: dict[str, str], *, again: bool = False
+) -> plans.Plan:
     """Prepare the next attempt at the head node, and return its plan: a trainer on every node."""
     run_dir = RunDir(config.output_dir)
     # A restarted head node continues the run that the others wait for.
@@ -229,7 +223,7 @@ def plan_on_nodes(config: TrainingCommand, nodes: Nodes, environment: dict[str, 
     check_shared(nodes, list(hosts), run_dir.path, files=[path])
     environments["trainer"] |= environment
     commands = dict.fromkeys(names, trainer_command(config, path))
-    return Plan(
+    return plans.Plan(
         attempt, commands, resumed, [path],
         environments=environments, hosts=hosts, asked_to_stop=nodes.asked_to_stop,
     )  # fmt: skip
@@ -301,7 +295,7 @@ def _plan_rl(
     starts_inference: bool,
     places: ClusterPlacement | None,
     again: bool = False,
-) -> Plan:
+) -> plans.Plan:
     """Decide where the run starts, or continues after its trainer died; write the configurations."""
     if places is not None and again:
         places.tell_addresses(config)
@@ -327,8 +321,8 @@ def _plan_rl(
     environments = {"trainer": placement.environment(placement.trainer), "orchestrator": placement.environment(())}
     cluster = str(config.cluster) if places is not None else None
     processes = [
-        *planned_trainer(trainer, placement, cluster=cluster),
-        PlannedProcess("orchestrator", host=of_cluster(cluster)),
+        *plans.planned_trainer(trainer, placement, cluster=cluster),
+        plans.PlannedProcess("orchestrator", host=plans.of_cluster(cluster)),
     ]
     health: dict[str, Health] = {}
     if starts_inference:
@@ -343,9 +337,9 @@ def _plan_rl(
             health[name] = Health(f"{one.server.url}/health", one.server.health_timeout_s + _ANSWERING_S)
             gpus = placement.engines[number] if placement.engines else ()
             environments[name] = placement.environment(gpus)
-            processes.append(planned_engine(name, one, gpus, cluster=cluster))
+            processes.append(plans.planned_engine(name, one, gpus, cluster=cluster))
         commands = servers | commands
-    plan = Plan(attempt, commands, trainer, list(paths.values()), health, environments, processes)
+    plan = plans.Plan(attempt, commands, trainer, list(paths.values()), health, environments, processes)
     return plan if places is None or config.dry_run else places.plan(plan, config)
 
 
@@ -388,7 +382,7 @@ def launch_inference(config: InferenceConfig) -> int:
     path = write_config(attempt, "inference", config, dry_run=config.dry_run)
     if config.dry_run:
         print(f"resolved configuration: {path}\nwould serve {config.model.name} at {config.server.url}")
-        print_table([planned_engine("inference", config, gpus)])
+        plans.print_table([plans.planned_engine("inference", config, gpus)])
         return 0
     reservation = reserve(config.server.host, config.server.port)
     if reservation is None:
@@ -421,9 +415,9 @@ def _share_cores(trainer: TrainerConfig, inference: InferenceConfig, *, engine_o
     wait_passively()
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: plans.Plan) -> None:
     attempt = plan.attempt
     print(f"would start {attempt.start} in {attempt.run_dir.path} and train until step {plan.trainer.max_steps}")
     for path in plan.paths:
         print(f"resolved configuration: {path}")
-    print_table(plan.processes)
+    plans.print_table(plan.processes)

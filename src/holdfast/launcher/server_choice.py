@@ -25,15 +25,7 @@ import msgspec
 from holdfast.config.rl import RlConfig
 from holdfast.errors import ConfigError, InferenceError, printable
 from holdfast.launcher.liveness import open_directly
-from holdfast.protocol.inference import (
-    CLAIM_ROUTE,
-    RELEASE_ROUTE,
-    WEIGHTS_ROUTE,
-    Owner,
-    ServedWeights,
-    read_admin_token,
-    same_model,
-)
+from holdfast.protocol import inference as api
 from holdfast.run.run_dir import RunDir, directory_name, owner_of
 
 NUM_CANDIDATES = 100
@@ -244,7 +236,7 @@ class _ServerChoice:
         is_own = self._run_dir.is_own()
         for url in [url for url, was_free in self._claimed.items() if was_free or is_own]:
             try:
-                self._post(url, RELEASE_ROUTE)
+                self._post(url, api.RELEASE_ROUTE)
             except _FAILURES as error:
                 if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
                     continue  # it has ended
@@ -255,7 +247,7 @@ class _ServerChoice:
         while not self._is_over.wait(_HEARTBEAT_S):
             for url in tuple(self._claimed):  # a copy: the other thread adds to it
                 with suppress(*_FAILURES):  # the orchestrator raises the error when it needs the server
-                    self._post(url, CLAIM_ROUTE)
+                    self._post(url, api.CLAIM_ROUTE)
 
     def _own_servers(self, why: str) -> Servers:
         """Start servers of this run at the first free ports."""
@@ -286,7 +278,7 @@ class _ServerChoice:
         if not anyones and served.uid != os.getuid():
             raise _Taken(f"the inference server at {address} is another user's (uid {served.uid})")
         wanted = self._config.inference.model.name
-        if not same_model(served.model, wanted):
+        if not api.same_model(served.model, wanted):
             raise _Taken(
                 f"the inference server at {address} serves the model '{printable(served.model)}', this run "
                 f"trains '{wanted}'"
@@ -303,7 +295,7 @@ class _ServerChoice:
         if served is not None:
             self._claim(url, served)
 
-    def _claim(self, url: str, served: ServedWeights) -> None:
+    def _claim(self, url: str, served: api.ServedWeights) -> None:
         """Own the server at `url`. Raise _Taken if another run does."""
         owner, me = served.owner, self._me
         if owner is not None and owner.run_id != me.run_id and owner.directory != me.directory:
@@ -314,7 +306,7 @@ class _ServerChoice:
         if self._config.dry_run:
             return
         try:
-            self._post(url, CLAIM_ROUTE)
+            self._post(url, api.CLAIM_ROUTE)
         except urllib.error.HTTPError as error:
             error.close()
             why = {
@@ -329,25 +321,25 @@ class _ServerChoice:
             self._heartbeat.start()
 
     @property
-    def _me(self) -> Owner:
+    def _me(self) -> api.Owner:
         """The run as an owner, also before its directory exists."""
         if self._run_dir.holds_run() and not self._run_dir.is_copy():
             return owner_of(self._run_dir)
-        return Owner(self._new_id, directory_name(self._run_dir))
+        return api.Owner(self._new_id, directory_name(self._run_dir))
 
     def _post(self, url: str, route: str) -> None:
-        token = read_admin_token(self._config.orchestrator.client.admin_token_env)
+        token = api.read_admin_token(self._config.orchestrator.client.admin_token_env)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         request = urllib.request.Request(f"{url}{route}", msgspec.json.encode(self._me), headers)
         with open_directly(request, timeout_s=_TIMEOUT_S):
             return
 
 
-def _look(url: str) -> ServedWeights | None:
+def _look(url: str) -> api.ServedWeights | None:
     """Return what the server at `url` serves; None if nobody listens. Raise _Taken if something else answers."""
     try:
-        with open_directly(f"{url}{WEIGHTS_ROUTE}", timeout_s=_TIMEOUT_S) as answer:
-            return msgspec.json.decode(answer.read(_MOST_BYTES), type=ServedWeights)
+        with open_directly(f"{url}{api.WEIGHTS_ROUTE}", timeout_s=_TIMEOUT_S) as answer:
+            return msgspec.json.decode(answer.read(_MOST_BYTES), type=api.ServedWeights)
     except urllib.error.HTTPError as error:
         error.close()
         why, may_be_ending = f"HTTP {error.code}", False

@@ -357,10 +357,10 @@ class TestFetch:
             settings = {"output_dir": empty.path, "max_steps": 5, "ckpt": {"dir": url, "resume_step": wanted}}
             return prepare(SftConfig.model_validate(settings), clean=False, dry_run=False, is_locked=True).resume_step
 
-        for place in ("remote.set_aside_remote_after", "prepare.set_aside_after"):
+        for place in ("remote.set_aside_remote_after", "resume_step.set_aside_after"):
             with monkeypatch.context() as killing:
                 killing.delattr(f"holdfast.launcher.resume.{place}")
-                with pytest.raises((ImportError, NameError)):
+                with pytest.raises((AttributeError, ImportError)):
                     start(2)
             assert empty.committed_steps() == [2, 3]
         assert RemoteCheckpoints(url).steps() == [1, 2] and start("auto") == 3

@@ -23,25 +23,8 @@ from holdfast.config.resolved import is_free
 from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.config.training import LoraConfig, SupervisedCommand, TrainingCommand, schedule_end
 from holdfast.errors import CheckpointError, ConfigError, DataError, ReadError, RunDirError, StorageError
-from holdfast.launcher.resume import config_diff
-from holdfast.launcher.resume.attempt import (
-    CONFIG_NAME,
-    Attempt,
-    copy_fork,
-    end_of,
-    find_fork,
-    last_started,
-    process_name,
-    was_refused,
-)
-from holdfast.launcher.resume.resume_step import (
-    last_kept_batch,
-    refuse_to_leave_behind,
-    resolve_resume_step,
-    set_aside,
-    set_aside_after,
-    set_aside_damaged,
-)
+from holdfast.launcher.resume import attempt as attempts
+from holdfast.launcher.resume import config_diff, resume_step
 from holdfast.orchestrator.state import OrchestratorState, refuse_open_groups
 from holdfast.run.checkpoints import MODEL_DIR, ORCHESTRATOR_DIR, TRAINER_DIR, Kind, kind_of, verify_checkpoint
 from holdfast.run.inputs import check_warm_start
@@ -66,7 +49,7 @@ def prepare(
     inference: InferenceConfig | None = None,
     again: bool = False,
     is_locked: bool = False,
-) -> Attempt:
+) -> attempts.Attempt:
     """Lock the run directory, decide where to start, and set aside what that supersedes. Raise RunDirError if the
     directory is in use, cannot be written, or holds a run that is finished or of other settings, without resume or
     --clean. Raise ConfigError if options contradict each other. Raise CheckpointError if the step to resume from is
@@ -135,7 +118,8 @@ def _refuse_directory(run_dir: RunDir, ckpt: CkptConfig) -> None:
     if (run_dir.path / "config" / "evaluate.toml").exists():
         raise RunDirError(f"{run_dir.path} holds an evaluation: choose another directory with --output-dir.")
     if ckpt.dir is None and not run_dir.path.exists() and ckpt.resume_step != "auto":
-        resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)  # before the lock makes the directory
+        # Before the lock makes the directory.
+        resume_step.resolve_resume_step(run_dir, ckpt.resume_step, how=ckpt.verify)
 
 
 def _store_of(run_dir: RunDir, ckpt: CkptConfig, *, dry_run: bool, again: bool) -> tuple[str | None, int | None]:
@@ -191,12 +175,12 @@ def _sections(
     trainer: TrainingCommand, orchestrator: OrchestratorConfig | None = None, inference: InferenceConfig | None = None
 ) -> dict[str, Command]:
     """Return the settings of the processes of a run, by the names of their files."""
-    found = {process_name(trainer): trainer, "orchestrator": orchestrator, "inference": inference}
+    found = {attempts.process_name(trainer): trainer, "orchestrator": orchestrator, "inference": inference}
     return {name: section for name, section in found.items() if section is not None}
 
 
 def _look_at_the_rest(
-    attempt: Attempt,
+    attempt: attempts.Attempt,
     ckpt: CkptConfig,
     sections: tuple[TrainingCommand, OrchestratorConfig | None, InferenceConfig | None],
     *,
@@ -209,14 +193,14 @@ def _look_at_the_rest(
     holds = True if clean else _tell_changed_inputs(attempt, trainer)
     # A trainer that is started by hand does not know the settings of its orchestrator.
     keeps = not clean and (holds or orchestrator is None)
-    last_batch = last_kept_batch(attempt, ckpt, trainer, orchestrator, inference) if keeps else None
+    last_batch = resume_step.last_kept_batch(attempt, ckpt, trainer, orchestrator, inference) if keeps else None
     if lives:
-        refuse_to_leave_behind(attempt, last_batch, clean=clean)
+        resume_step.refuse_to_leave_behind(attempt, last_batch, clean=clean)
     return holds, last_batch, lives
 
 
 def _make_room(
-    attempt: Attempt,
+    attempt: attempts.Attempt,
     ckpt: CkptConfig,
     sections: tuple[TrainingCommand, OrchestratorConfig | None, InferenceConfig | None],
     store: str | None,
@@ -248,7 +232,7 @@ def _make_room(
         if clean:
             run_dir.remove_run()
         if is_other and attempt.resume_step is None and run_dir.evaluation(0).exists():  # of another beginning
-            set_aside(run_dir, run_dir.evaluation(0), attempt.number)
+            resume_step.set_aside(run_dir, run_dir.evaluation(0), attempt.number)
         exports = trainer.program == "rl"
         _settle(attempt, how=ckpt.verify, last_batch=last_batch, of_batches=not lives, exports_again=exports)
         if trainer.keep_attempts != "all":
@@ -270,11 +254,11 @@ def _remove_rest(run_dir: RunDir) -> None:
         ) from error
 
 
-def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
+def _tell_changed_inputs(attempt: attempts.Attempt, trainer: TrainingCommand) -> bool:
     """Print which libraries and files have changed; return whether the last attempt trained with the same."""
     saved, is_known = config_diff.libraries_of(attempt.checkpoint), True
     try:
-        before = last_started(attempt.run_dir, attempt.number, (process_name(trainer),))
+        before = attempts.last_started(attempt.run_dir, attempt.number, (attempts.process_name(trainer),))
         # In the run directory itself: from another machine.
         noted = {} if attempt.fork else config_diff.inputs_of(before or attempt.run_dir.path)
     except DataError as error:
@@ -287,23 +271,23 @@ def _tell_changed_inputs(attempt: Attempt, trainer: TrainingCommand) -> bool:
 
 
 def _takes_another_way(
-    attempt: Attempt, ckpt: CkptConfig, trainer: TrainingCommand, orchestrator: OrchestratorConfig | None
+    attempt: attempts.Attempt, ckpt: CkptConfig, trainer: TrainingCommand, orchestrator: OrchestratorConfig | None
 ) -> bool:
     """Whether the steps that are trained again will differ: trackers must not mix the two."""
     step, wanted = attempt.resume_step or 0, ckpt.resume_step
     if wanted not in (None, "latest", "auto", -1) and any(later > step for later in attempt.run_dir.steps_there()):
         return True
     given = _sections(trainer, orchestrator)
-    before = last_started(attempt.run_dir, attempt.number, tuple(given))
+    before = attempts.last_started(attempt.run_dir, attempt.number, tuple(given))
     return before is not None and any(
         config_diff.compare_settings(read_settings(before / f"{name}.toml"), config).computing
         for name, config in given.items()
     )
 
 
-def _forget_attempts(attempt: Attempt, keep: int, names: tuple[str, ...]) -> None:
+def _forget_attempts(attempt: attempts.Attempt, keep: int, names: tuple[str, ...]) -> None:
     """Remove what the oldest attempts left, except the settings that the next attempt compares with."""
-    started = last_started(attempt.run_dir, attempt.number, names)
+    started = attempts.last_started(attempt.run_dir, attempt.number, names)
     last = attempt.number - keep
     if started is not None:
         last = min(last, int(started.name.removeprefix("attempt_")) - 1)
@@ -364,7 +348,7 @@ def _refuse_own_weights(run_dir: RunDir, trainer: TrainingCommand, *, clean: boo
 def _refuse_other_weights(path: Path, trainer: TrainingCommand) -> None:
     """Refuse weights of other sizes than the model's, and adapters of another strength, by the files beside them: the
     trainer would find out too late, or never."""
-    lora, settings, kind = trainer.model.lora, path / TRAINER_DIR / CONFIG_NAME, kind_of(path)
+    lora, settings, kind = trainer.model.lora, path / TRAINER_DIR / attempts.CONFIG_NAME, kind_of(path)
     wanted = found = lora and {"rank": lora.rank, "alpha": lora.plain_alpha}
     if settings.is_file():
         found = read_settings(settings).get("model", {}).get("lora")
@@ -414,7 +398,7 @@ def _decide(
     whole: int | None,
     async_level: int,
     again: bool,
-) -> Attempt:
+) -> attempts.Attempt:
     """Find the step to start from, verified (`whole` already is); checkpoints of this run come first."""
     wanted, source = ckpt.resume_step, ckpt.resume_dir
     number = 1 if clean else run_dir.next_attempt()
@@ -428,21 +412,21 @@ def _decide(
         is_there |= brought is not None
     step = whole
     if whole is None and (is_there or wanted != "auto"):
-        step = resolve_resume_step(run_dir, wanted, how=ckpt.verify, again=again)
+        step = resume_step.resolve_resume_step(run_dir, wanted, how=ckpt.verify, again=again)
     if step is not None:
         for flag, path in (("resume-dir", source), ("init-from", ckpt.init_from)):
             if path is not None:
                 print(
                     f"this run has a checkpoint of its own (step {step}): --ckpt.{flag} {path} is not needed any more"
                 )
-        return Attempt(run_dir, number, step, run_dir.checkpoint(step))
+        return attempts.Attempt(run_dir, number, step, run_dir.checkpoint(step))
     if source is None:
-        return Attempt(run_dir, number, None)
-    fork = find_fork(source, run_dir, how=ckpt.verify, async_level=async_level)
-    return Attempt(run_dir, number, fork.listing.step, fork.directory, fork)
+        return attempts.Attempt(run_dir, number, None)
+    fork = attempts.find_fork(source, run_dir, how=ckpt.verify, async_level=async_level)
+    return attempts.Attempt(run_dir, number, fork.listing.step, fork.directory, fork)
 
 
-def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
+def _check_fits(attempt: attempts.Attempt, trainer: TrainingCommand) -> None:
     """Refuse a checkpoint that the trainer cannot continue from."""
     step, directory = attempt.resume_step, attempt.checkpoint
     if step is None or directory is None:
@@ -464,13 +448,13 @@ def _check_fits(attempt: Attempt, trainer: TrainingCommand) -> None:
         )
     saved, wanted = directory / MODEL_DIR / "config.json", Path(trainer.model.name) / "config.json"
     config_diff.refuse_other_model(saved, wanted, model_name=trainer.model.name, what=f"the checkpoint of step {step}")
-    settings = directory / TRAINER_DIR / CONFIG_NAME
+    settings = directory / TRAINER_DIR / attempts.CONFIG_NAME
     if settings.exists():
         config_diff.refuse_other_tensors(read_settings(settings), trainer, step=step)
 
 
 def _settle(
-    attempt: Attempt, *, how: Verification, last_batch: int | None, of_batches: bool, exports_again: bool
+    attempt: attempts.Attempt, *, how: Verification, last_batch: int | None, of_batches: bool, exports_again: bool
 ) -> None:
     """Bring the directory into the state that the attempt starts from; print the changes."""
     run_dir, number = attempt.run_dir, attempt.number
@@ -487,18 +471,18 @@ def _settle(
             run_id=run_id,
         )
     aside = run_dir.discarded(number)
-    for path, reason in set_aside_damaged(run_dir, number):
+    for path, reason in resume_step.set_aside_damaged(run_dir, number):
         print(f"WARNING: moved {path.relative_to(run_dir.path)} aside, because it is damaged: {reason}")
     step = attempt.resume_step or 0
     after = 0 if attempt.fork else step
     # Before the fork is copied, which may need the names.
-    if moved := set_aside_after(run_dir, after, number, last_batch=last_batch, exports_again=exports_again):
+    if moved := resume_step.set_aside_after(run_dir, after, number, last_batch=last_batch, exports_again=exports_again):
         print(f"moved to {aside.relative_to(run_dir.path)}, because it is later than step {after}:")
         # Whole paths if they are on another filesystem.
         paths = (path.relative_to(aside if path.is_relative_to(aside) else run_dir.path) for path in moved)
         print("  " + ", ".join(map(str, paths)))
     if attempt.fork is not None:
-        copy_fork(attempt.fork, run_dir, how=how)
+        attempts.copy_fork(attempt.fork, run_dir, how=how)
         print(f"forked {attempt.fork.directory} (run {attempt.fork.listing.run_id or 'of no id'})")
     replayed = [batch for batch in run_dir.published_batches() if batch > step]
     if replayed:
@@ -520,7 +504,7 @@ def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sec
         return
     elsewhere = "or choose another directory with --output-dir"
     steps = run_dir.steps_there()
-    name = process_name(trainer)
+    name = attempts.process_name(trainer)
     if (other := _other_program(run_dir, number, name)) is not None:
         raise RunDirError(f"{run_dir.path} holds a run of {other}: choose another directory with --output-dir.")
     if (step := _finished_at(run_dir, number)) is not None:
@@ -533,7 +517,7 @@ def _go_on_or_refuse(run_dir: RunDir, number: int, trainer: TrainingCommand, sec
             f"{run_dir.weights_of(step)} if a new run is to begin with its weights"
         )
         raise RunDirError(f"{run_dir.path} holds a run that is finished, at step {step}: {further}.")
-    before = last_started(run_dir, number, tuple(sections))
+    before = attempts.last_started(run_dir, number, tuple(sections))
     has_settings = any(run_dir.path.glob("configs/attempt_*/*.toml"))
     if before is None and run_dir.forked_from() is not None and not has_settings:
         return  # killed after the copy of the checkpoint: nothing has started
@@ -604,9 +588,9 @@ def _other_program(run_dir: RunDir, number: int, name: str) -> str | None:
 def _finished_at(run_dir: RunDir, number: int) -> int | None:
     """Return the last step of the run if the newest attempt that ended has finished it; else None."""
     for attempt in range(number - 1, 0, -1):
-        if was_refused(run_dir, attempt):
+        if attempts.was_refused(run_dir, attempt):
             continue
-        if (end := end_of(run_dir, attempt)) is not None:
+        if (end := attempts.end_of(run_dir, attempt)) is not None:
             return end.get("step") if end.get("exit_code") == 0 else None
         if run_dir.logs(attempt).is_dir():
             return None

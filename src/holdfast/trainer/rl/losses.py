@@ -25,21 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.config import policy_losses as settings
 from holdfast.config.base import KlEstimator
-from holdfast.config.policy_losses import (
-    AnyPolicyLoss,
-    BuiltInLoss,
-    CispoLoss,
-    Correction,
-    DppoLoss,
-    Mask,
-    NoCorrection,
-    OwnLoss,
-    PolicyGradientLoss,
-    PolicyLossConfig,
-    PpoLoss,
-    RatioLoss,
-)
 from holdfast.errors import TrainingError
 from holdfast.process.imports import calling, load_loss
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient, bounded, estimate_kl
@@ -96,24 +83,24 @@ Objective = Callable[[PolicyLossInput, Any], tuple[Tensor, Counts]]
 """Returns what each token adds to the objective, (N,), to be maximised, and counts."""
 
 
-def log_ratios(data: PolicyLossInput, config: RatioLoss) -> Tensor:
+def log_ratios(data: PolicyLossInput, config: settings.RatioLoss) -> Tensor:
     """Return log(pi / base) per token, bounded; carries the gradient, (N,).
 
     The base is the sampler, or with `ratio_to = "old"` the trainer's own policy at the start of the step."""
     return bounded(data.logprobs_N - (data.old_logprobs_N if config.ratio_to == "old" else data.sampler_logprobs_N))
 
 
-def token_weights(data: PolicyLossInput, config: PolicyLossConfig) -> Tensor:
+def token_weights(data: PolicyLossInput, config: settings.PolicyLossConfig) -> Tensor:
     """Return the weight of each token, (N,), by `config.aggregation`.
 
     `sequence`: 1 / (sequences of the step * tokens of the sequence): every sequence counts the same
     (GRPO). `token`: 1 / tokens of the step: every token counts the same (DAPO, Yu et al. 2025, eq. 8).
     `constant`: 1 / (sequences of the step * constant_tokens): no length enters (Dr.GRPO, Liu et al.
     2025, "Understanding R1-Zero-Like Training", section 3.2)."""
-    aggregation = config.aggregation if isinstance(config, BuiltInLoss) else "sequence"
+    aggregation = config.aggregation if isinstance(config, settings.BuiltInLoss) else "sequence"
     if aggregation == "token":
         return torch.full_like(data.weights_N, 1 / max(1, data.step_tokens))
-    if isinstance(config, BuiltInLoss) and aggregation == "constant":
+    if isinstance(config, settings.BuiltInLoss) and aggregation == "constant":
         assert config.constant_tokens is not None  # nothing starts without it
         return torch.full_like(data.weights_N, 1 / (max(1, data.step_sequences) * config.constant_tokens))
     return data.weights_N
@@ -132,7 +119,7 @@ def over_sequences(values_N: Tensor, data: PolicyLossInput, reduce: Callable[[Te
     return torch.cat([reduce(part).expand(len(part)) for part in parts])
 
 
-def clipped_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, Counts]:
+def clipped_objective(data: PolicyLossInput, config: settings.PpoLoss) -> tuple[Tensor, Counts]:
     """Return the clipped surrogate of PPO with given advantages (Schulman et al. 2017, eq. 7).
 
     The `clipped_surrogate` of rho_t = exp(log_ratios), which differs by `aggregation` and clip range in
@@ -144,7 +131,7 @@ def clipped_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, C
     return clipped_surrogate(torch.exp(log_ratios(data, config)), data.advantages_N, config)
 
 
-def gspo_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, Counts]:
+def gspo_objective(data: PolicyLossInput, config: settings.PpoLoss) -> tuple[Tensor, Counts]:
     """Return GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5).
 
     The `clipped_surrogate` of s = exp(mean over the sequence of log_ratios), the same for all tokens of a sequence
@@ -153,7 +140,7 @@ def gspo_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, Coun
     return clipped_surrogate(torch.exp(mean_N), data.advantages_N, config)
 
 
-def gspo_token_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor, Counts]:
+def gspo_token_objective(data: PolicyLossInput, config: settings.PpoLoss) -> tuple[Tensor, Counts]:
     """Return GSPO-token (Zheng et al. 2025, eqs. 13 and 14), for advantages that differ within a sequence.
 
     The `clipped_surrogate` of s_t = sg(s) pi_t / sg(pi_t), with s as in `gspo_objective` and sg: no gradient. Its value
@@ -165,7 +152,7 @@ def gspo_token_objective(data: PolicyLossInput, config: PpoLoss) -> tuple[Tensor
     return clipped_surrogate(torch.exp(mean_N + own_N), data.advantages_N, config)
 
 
-def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: PpoLoss) -> tuple[Tensor, Counts]:
+def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, config: settings.PpoLoss) -> tuple[Tensor, Counts]:
     """Return min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), where A < 0 at least `dual_clip` A, and counts.
 
     The second bound is dual clip (Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
@@ -189,7 +176,7 @@ def clip_counts(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) 
     return {"clip_fraction/low": below_N.sum(), "clip_fraction/high": above_N.sum()}
 
 
-def cispo_objective(data: PolicyLossInput, config: CispoLoss) -> tuple[Tensor, Counts]:
+def cispo_objective(data: PolicyLossInput, config: settings.CispoLoss) -> tuple[Tensor, Counts]:
     """Return CISPO (MiniMax 2025, "MiniMax-M1", eqs. 4 and 5): sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A_t l_t.
 
     With rho = exp(log_ratios) and sg: no gradient. Clipping bounds a token's weight but never takes its gradient away;
@@ -200,7 +187,7 @@ def cispo_objective(data: PolicyLossInput, config: CispoLoss) -> tuple[Tensor, C
     return ratio_N.clamp(low, high) * data.advantages_N * data.logprobs_N, counts
 
 
-def policy_gradient_objective(data: PolicyLossInput, config: PolicyGradientLoss) -> tuple[Tensor, Counts]:
+def policy_gradient_objective(data: PolicyLossInput, config: settings.PolicyGradientLoss) -> tuple[Tensor, Counts]:
     """Return REINFORCE (Williams 1992) with given advantages, as RLOO uses it (Ahmadian et al. 2024, "Back to Basics").
 
     sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios): importance sampling of the policy gradient, truncated
@@ -211,7 +198,7 @@ def policy_gradient_objective(data: PolicyLossInput, config: PolicyGradientLoss)
     return ratio_N * data.advantages_N * data.logprobs_N, counts
 
 
-def dppo_objective(data: PolicyLossInput, config: DppoLoss) -> tuple[Tensor, Counts]:
+def dppo_objective(data: PolicyLossInput, config: settings.DppoLoss) -> tuple[Tensor, Counts]:
     """Return DPPO with the binary total variation (arXiv 2602.04879, "Rethinking the Trust Region in LLM RL").
 
     m_t sg(min(rho_t, ratio_max)) A_t l_t, with rho = exp(log_ratios). The probabilities of the token under policy and
@@ -228,7 +215,7 @@ def dppo_objective(data: PolicyLossInput, config: DppoLoss) -> tuple[Tensor, Cou
     return torch.where(high_N | low_N, 0.0, ratio_N * data.advantages_N * data.logprobs_N), counts
 
 
-def likelihood_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tuple[Tensor, Counts]:
+def likelihood_objective(data: PolicyLossInput, config: settings.PolicyLossConfig) -> tuple[Tensor, Counts]:
     """Return the log-likelihood of the rollouts, whatever their advantage: l_t.
 
     For rollouts of a teacher (hard distillation; Kim and Rush 2016, "Sequence-Level Knowledge Distillation")."""
@@ -236,13 +223,13 @@ def likelihood_objective(data: PolicyLossInput, config: PolicyLossConfig) -> tup
 
 
 @torch.no_grad()
-def _truncated_ratios(data: PolicyLossInput, config: PolicyGradientLoss) -> tuple[Tensor, Counts]:
+def _truncated_ratios(data: PolicyLossInput, config: settings.PolicyGradientLoss) -> tuple[Tensor, Counts]:
     ratio_N = torch.exp(log_ratios(data, config))
     return ratio_N.clamp(max=config.ratio_max), {"ratio/truncated": (ratio_N > config.ratio_max).sum()}
 
 
 @torch.no_grad()
-def correction_factors(data: PolicyLossInput, config: Correction) -> tuple[Tensor, Counts]:
+def correction_factors(data: PolicyLossInput, config: settings.Correction) -> tuple[Tensor, Counts]:
     """Return the factor of each token's objective, (N,), without gradient, and how many tokens it bounded.
 
     With w = pi_old / mu, of the token, with `level = "sequence"` the product over its sequence, with `"geometric"`
@@ -258,7 +245,7 @@ def correction_factors(data: PolicyLossInput, config: Correction) -> tuple[Tenso
     The denominator of the loss stays: a masked token counts as 0, not as absent.
     1 and no counts without a correction.
     """
-    if isinstance(config, NoCorrection):
+    if isinstance(config, settings.NoCorrection):
         return torch.ones_like(data.logprobs_N), {}
     assert config.high is not None  # the settings fill it in
     exact_N = data.old_logprobs_N - data.sampler_logprobs_N
@@ -269,7 +256,7 @@ def correction_factors(data: PolicyLossInput, config: Correction) -> tuple[Tenso
         log_weights_N = bounded(over_sequences(token_N, data, reduce))
     weights_N = log_weights_N.exp()
     bounded_N = weights_N > config.high
-    if isinstance(config, Mask):
+    if isinstance(config, settings.Mask):
         bounded_N |= weights_N < (config.low or 0.0)
         factors_N = torch.where(bounded_N, 0.0, weights_N)
     else:
@@ -286,14 +273,14 @@ _OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distrib
 """Errors that come up in any code, also in a loss of the user: a GPU or another rank is gone. A new start may help."""
 
 
-def build_policy_loss(config: AnyPolicyLoss) -> PolicyLoss:
+def build_policy_loss(config: settings.AnyPolicyLoss) -> PolicyLoss:
     """Return the loss that `config.type` names: a built-in loss, or `module:function`.
 
     A built-in loss is - sum_t w_t c_t objective_t, with the weights w of `aggregation` and the factors c of
     `correction`. Your own function is called as `function(data, **config.args)`, where `data` has both. It returns the
     loss, a scalar, and counts of tokens by name. Raise ConfigError if the function cannot be loaded, or does not accept
     `config.args`."""
-    inner = _user_loss(config) if isinstance(config, OwnLoss) else _built_in_loss(config)
+    inner = _user_loss(config) if isinstance(config, settings.OwnLoss) else _built_in_loss(config)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
         factors_N, counts = correction_factors(data, config.correction)
@@ -303,7 +290,7 @@ def build_policy_loss(config: AnyPolicyLoss) -> PolicyLoss:
     return loss
 
 
-def _built_in_loss(config: BuiltInLoss) -> PolicyLoss:
+def _built_in_loss(config: settings.BuiltInLoss) -> PolicyLoss:
     objective: Objective = globals()[config.function]
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
@@ -314,7 +301,7 @@ def _built_in_loss(config: BuiltInLoss) -> PolicyLoss:
     return loss
 
 
-def _user_loss(config: OwnLoss) -> PolicyLoss:
+def _user_loss(config: settings.OwnLoss) -> PolicyLoss:
     function = load_loss(config.type, config.args)
 
     def loss(data: PolicyLossInput) -> tuple[Tensor, Counts]:
@@ -355,7 +342,7 @@ def with_entropy_bonus(loss: PolicyLoss, coefficient: EntropyCoefficient) -> Pol
 
 
 def with_kl_term(
-    loss: PolicyLoss, config: PolicyLossConfig, coefficient: KlCoefficient, estimator: KlEstimator
+    loss: PolicyLoss, config: settings.PolicyLossConfig, coefficient: KlCoefficient, estimator: KlEstimator
 ) -> PolicyLoss:
     """Return `loss + coef * sum_t w_t KL_t` (Shao et al. 2024, "DeepSeekMath", which has k3 there).
 
@@ -365,7 +352,7 @@ def with_kl_term(
     def penalised(data: PolicyLossInput) -> tuple[Tensor, dict[str, Tensor]]:
         assert data.reference_logprobs_N is not None, "a KL term needs a reference"
         value, counts = loss(data)
-        by_sampler = isinstance(config, RatioLoss) and config.ratio_to == "sampler"
+        by_sampler = isinstance(config, settings.RatioLoss) and config.ratio_to == "sampler"
         base_N = data.sampler_logprobs_N if by_sampler else data.old_logprobs_N
         kl_N = estimate_kl(data.logprobs_N, data.reference_logprobs_N, estimator, base_logprobs_N=base_N)
         return value + coefficient.coef * (token_weights(data, config) * kl_N).sum(), counts
@@ -373,7 +360,7 @@ def with_kl_term(
     return penalised
 
 
-def with_distillation_term(loss: PolicyLoss, config: PolicyLossConfig, coef: float) -> PolicyLoss:
+def with_distillation_term(loss: PolicyLoss, config: settings.PolicyLossConfig, coef: float) -> PolicyLoss:
     """Return `loss + coef * sum_t w_t KL(policy || teacher)_t`, the divergence over the whole vocabulary at each token.
 
     The reverse KL of Gu et al. 2024, "MiniLLM", and Agarwal et al. 2024, "On-Policy Distillation of Language Models",

@@ -33,6 +33,7 @@ from holdfast.trainer.model.decoder import reshard, rows_of_update
 from holdfast.trainer.model.logprobs import Reading
 from holdfast.trainer.model.policy import Policy, predict, supervised_step
 from holdfast.trainer.optimizer import check_finite, clip_gradients, update_parameters
+from holdfast.trainer.rl import batch as batches
 from holdfast.trainer.rl.assign_advantages import (
     add_distillation,
     advantage_metrics,
@@ -41,21 +42,6 @@ from holdfast.trainer.rl.assign_advantages import (
     build_advantage,
     mean_advantages,
     whiten_advantages,
-)
-from holdfast.trainer.rl.batch import (
-    ADVANTAGE,
-    AGE,
-    OLD_LOGPROB,
-    REFERENCE_LOGPROB,
-    SAMPLER_LOGPROB,
-    Minibatch,
-    group_rollouts,
-    learned_distributions,
-    measure_targets,
-    plan_epochs,
-    reading_of,
-    to_samples,
-    without_truncated,
 )
 from holdfast.trainer.rl.components import RlComponents
 from holdfast.trainer.rl.kl import KlPenalty, kl_of_sequences
@@ -76,7 +62,7 @@ from holdfast.trainer.session import Stopwatch, TrainSession
 
 def forward_backward(
     policy: Policy,
-    minibatch: Minibatch,
+    minibatch: batches.Minibatch,
     loss_function: PolicyLoss,
     mesh: Mesh,
     statistics: PolicyStatistics,
@@ -97,16 +83,16 @@ def forward_backward(
     losses = Sums("loss")
     for indices in rows_of_update(policy, minibatch.micro_batches):
         micro = minibatch.build(indices, pack=policy.layout.packs, device=mesh.device)
-        predicted = predict(policy, micro, reading_of(micro, reading), teacher=teacher)
+        predicted = predict(policy, micro, batches.reading_of(micro, reading), teacher=teacher)
         logprobs_N, entropy_N = predicted.logprobs_N, predicted.entropy_N
         assert entropy_N is not None  # the reading asks for it
         data = PolicyLossInput(
             logprobs_N=logprobs_N,
             # Not measured before the step: this is its only update, and the weights have not changed since.
-            old_logprobs_N=micro.per_token.get(OLD_LOGPROB, logprobs_N.detach()),
-            sampler_logprobs_N=micro.per_token[SAMPLER_LOGPROB],
-            reference_logprobs_N=micro.per_token.get(REFERENCE_LOGPROB),
-            advantages_N=micro.per_token[ADVANTAGE],
+            old_logprobs_N=micro.per_token.get(batches.OLD_LOGPROB, logprobs_N.detach()),
+            sampler_logprobs_N=micro.per_token[batches.SAMPLER_LOGPROB],
+            reference_logprobs_N=micro.per_token.get(batches.REFERENCE_LOGPROB),
+            advantages_N=micro.per_token[batches.ADVANTAGE],
             entropy_N=entropy_N,
             teacher_kl_N=predicted.teacher_kl_N,
             weights_N=weights_S[micro.sample_index_N],
@@ -121,7 +107,7 @@ def forward_backward(
             # FSDP averages gradients over ranks; the weights sum to one over all of them.
             (loss * mesh.world_size).backward()
         losses.add({"loss": loss})
-        statistics.add(data, counts, entropy_N.detach(), micro.per_token[AGE])
+        statistics.add(data, counts, entropy_N.detach(), micro.per_token[batches.AGE])
     own = losses.read()
     statistics.add_update(own["loss"])
     return mesh.sum(own)["loss"]
@@ -188,14 +174,14 @@ class Learner:
         step must not be published or saved."""
         step, config, components = batch.step, self._config, self._components
         rollouts = batch.rollouts
-        groups = group_rollouts(rollouts)
+        groups = batches.group_rollouts(rollouts)
         # Step N trains version N - 1.
-        samples = to_samples(rollouts, trained_version=step - 1)
-        trained = without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
+        samples = batches.to_samples(rollouts, trained_version=step - 1)
+        trained = batches.without_truncated(samples, rollouts) if config.rewards.truncated == "mask" else samples
         epochs = self._plan(step, trained, config.updates)
         _check_cuts(batch, config)
         # A teacher's weights have no digest here.
-        reading = Reading(learned_distributions(rollouts, samples, is_imitation=not batch.weights_digest))
+        reading = Reading(batches.learned_distributions(rollouts, samples, is_imitation=not batch.weights_digest))
         with stopwatch.phase("experience"):
             # Samples without training are measured, too: their penalties and values count in the advantages of the
             # others.
@@ -206,7 +192,7 @@ class Learner:
             step,
             rollouts,
             trained,
-            lambda found: self._measure_policy(OLD_LOGPROB, self._policy, reading, found),
+            lambda found: self._measure_policy(batches.OLD_LOGPROB, self._policy, reading, found),
             is_foreign=is_foreign,
             is_truncated=reading.sampling.is_truncated,
         )
@@ -225,9 +211,9 @@ class Learner:
             metrics |= zero_variance(groups, "parts" if config.tells_tokens_apart else "sum")
         return metrics
 
-    def _plan(self, step: int, samples: Sequence[Sample], updates: UpdatesConfig) -> list[list[Minibatch]]:
+    def _plan(self, step: int, samples: Sequence[Sample], updates: UpdatesConfig) -> list[list[batches.Minibatch]]:
         config = self._config
-        return plan_epochs(
+        return batches.plan_epochs(
             samples,
             updates,
             row_tokens=config.row_tokens,
@@ -305,25 +291,27 @@ class Learner:
         kl, compares = self._config.kl, "online_dpo" in self._config.advantages
         return kl is not None and (self._teacher is None or kl.coef > 0 or compares)
 
-    def _measure(self, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
+    def _measure(self, reading: Reading, minibatches: Sequence[batches.Minibatch]) -> None:
         """Give every sample the numbers that no gradient is needed for. Collective."""
         if self._needs_old_logprobs:
-            self._measure_policy(OLD_LOGPROB, self._policy, reading, minibatches)
+            self._measure_policy(batches.OLD_LOGPROB, self._policy, reading, minibatches)
         if self._components.reference is not None and self._needs_reference_logprobs:
-            self._measure_policy(REFERENCE_LOGPROB, self._components.reference, reading, minibatches)
+            self._measure_policy(batches.REFERENCE_LOGPROB, self._components.reference, reading, minibatches)
         if self._components.critic is not None:
             self._components.critic.measure(minibatches)
 
-    def _measure_policy(self, key: str, policy: Policy, reading: Reading, minibatches: Sequence[Minibatch]) -> None:
+    def _measure_policy(
+        self, key: str, policy: Policy, reading: Reading, minibatches: Sequence[batches.Minibatch]
+    ) -> None:
         """Give every sample its log-probabilities under `policy` as `key`. Collective."""
         reading = replace(reading, entropy=False)
         was_training = policy.training
         policy.eval()  # no dropout
 
         def read(micro: MicroBatch) -> Tensor:
-            return predict(policy, micro, reading_of(micro, reading)).logprobs_N
+            return predict(policy, micro, batches.reading_of(micro, reading)).logprobs_N
 
-        measure_targets(key, read, minibatches, self._mesh, pack=policy.layout.packs)
+        batches.measure_targets(key, read, minibatches, self._mesh, pack=policy.layout.packs)
         # Without a backward pass nothing else puts the parameters back into shards.
         reshard(policy)
         policy.train(was_training)
@@ -333,15 +321,17 @@ class Learner:
         step: int,
         reading: Reading,
         samples: list[Sample],
-        epochs: Sequence[Sequence[Minibatch]],
+        epochs: Sequence[Sequence[batches.Minibatch]],
         stopwatch: Stopwatch,
     ) -> dict[str, float]:
         """Take all updates of the step; return their metrics."""
         config, components, session = self._config, self._components, self._session
         # Every rank sees all samples, so all agree on the names of the metrics.
-        ages = sorted({int(age) for sample in samples for age in set(sample.per_token[AGE][sample.loss_mask].tolist())})
+        ages = sorted(
+            {int(age) for sample in samples for age in set(sample.per_token[batches.AGE][sample.loss_mask].tolist())}
+        )
         statistics = PolicyStatistics(
-            ages, has_reference=all(REFERENCE_LOGPROB in sample.per_token for sample in samples)
+            ages, has_reference=all(batches.REFERENCE_LOGPROB in sample.per_token for sample in samples)
         )
         critic_alone = not self._trains_policy(step)
         lr = 0.0 if critic_alone else learning_rate(step, config.optim, config.max_steps)
@@ -378,7 +368,7 @@ class Learner:
         return metrics
 
     def _observe(
-        self, step: int, reading: Reading, minibatches: Sequence[Minibatch], statistics: PolicyStatistics
+        self, step: int, reading: Reading, minibatches: Sequence[batches.Minibatch], statistics: PolicyStatistics
     ) -> None:
         """Measure the policy as an update would find it, in a step that does not train it. Collective."""
         with torch.no_grad():
@@ -387,7 +377,7 @@ class Learner:
         reshard(self._policy)
         self._mismatch.before_update(step, statistics)
 
-    def _step(self, minibatch: Minibatch, statistics: PolicyStatistics, reading: Reading) -> float:
+    def _step(self, minibatch: batches.Minibatch, statistics: PolicyStatistics, reading: Reading) -> float:
         loss = forward_backward(
             self._policy, minibatch, self._loss, self._mesh, statistics, reading=reading, teacher=self._teacher
         )
