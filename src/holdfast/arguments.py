@@ -1,7 +1,5 @@
 """Command lines that argparse reads: its parser, subcommands, and types of arguments."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -6,8 +6,6 @@ messages before it and of the generation prompt must be the first ids of the who
 reason. It ends with the token by which the template ends the turn.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ As `transformers.utils.chat_template_utils`: a sandbox with `tojson`, `raise_exc
 controls and `{% generation %}`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Loads a tokenizer from a directory or a hub, and turns texts, prompts and continuations into token ids and back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache

@@ -4,8 +4,6 @@ A value is written if its change changes the text. A search for the letters of t
 letters of other values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

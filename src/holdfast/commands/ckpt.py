@@ -3,8 +3,6 @@
 No action imports torch before it needs tensors.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

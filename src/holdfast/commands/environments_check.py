@@ -3,8 +3,6 @@
 The check asks for the same tasks and scores in several ways, here and in child processes, and compares the digests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

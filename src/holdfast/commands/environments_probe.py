@@ -7,8 +7,6 @@ covers the parts of a task and is equal in every process. The probe needs no mod
 own chat template.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

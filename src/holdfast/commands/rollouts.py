@@ -5,8 +5,6 @@ INDEX`, `stats [RUN] [STEP ...]` and `export [RUN] [STEP ...] --to FILE`. The co
 manifest before it shows or writes anything. An export has one rollout per line or row.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`rollouts trace`: which weights and which request sampled each token of one rollout."""
 
-from __future__ import annotations
-
 import http.client
 import urllib.error
 import urllib.request

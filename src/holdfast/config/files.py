@@ -1,7 +1,5 @@
 """TOML files of settings, read within limits, each error with the path; JSON objects without a lost key."""
 
-from __future__ import annotations
-
 import re
 import stat
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 If all are missing, the command prints lines to begin with; else it names the missing ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

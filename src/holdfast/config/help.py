@@ -7,8 +7,6 @@
 It reads `settings.json` and imports neither pydantic nor the settings themselves.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import shutil

@@ -9,8 +9,6 @@ error is one message that names the file, variable or flag, the dotted key, the 
 An unknown flag gets a suggestion: by its name in another system, by its last part, or by spelling.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -4,8 +4,6 @@ The fingerprint leaves out free settings, which do not change what is computed. 
 training step fits a GPU that it shares with an engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, TypeVar

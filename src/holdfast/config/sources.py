@@ -10,8 +10,6 @@ Only variables that begin with `HOLDFAST_` set something. Three kinds are allowe
 `VARIABLES`, and a name that a setting gives (`server.admin_token_env`). Any other is refused.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@
 No other package imports vLLM.
 """
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Importing this module imports vLLM, which takes many seconds. `inference.main` s
 and torch read it at import.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ the server then serves that run only. Before vLLM is imported, which takes half 
 checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

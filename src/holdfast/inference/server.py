@@ -6,8 +6,6 @@ the engine did not start      exit code 3 (InferenceError), also if it fails at 
 its model cannot be read      exit code 5: the run waits for the storage
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

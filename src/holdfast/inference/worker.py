@@ -5,8 +5,6 @@ mixes `PolicyWorker` into its worker. The server calls the methods by `collectiv
 `apply_weights` while the engine is paused.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import multiprocessing

@@ -5,8 +5,6 @@ neighbours from the end. Processes share a GPU if it is the only one, or if that
 dtype on any device, because it is the only device setting that changes the result, and what was picked to fit a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce

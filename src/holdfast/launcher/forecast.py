@@ -1,7 +1,5 @@
 """The plan of a dry run: the forecast of a step and of the engines of `rl`, beside the memory of a GPU."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ ready first waits for the others through the run directory. `sft`, `dpo` and `re
 training. On several nodes the command of the head node starts the trainers of all (`launcher.nodes`).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 Times in which the launcher itself was frozen do not count.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import http.client

@@ -9,8 +9,6 @@ srun             SLURM_NODEID, SLURM_STEP_NUM_NODES, SLURM_STEP_NUM_TASKS (the s
                  MASTER_ADDR and MASTER_PORT if they are set
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Places the processes of a run on a cluster, and tells them the addresses of the others."""
 
-from __future__ import annotations
-
 import ipaddress
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ A child process imports environments, losses and advantages, to keep the launche
 Another one reads the data of a dry run, and of a run whose steps are epochs.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

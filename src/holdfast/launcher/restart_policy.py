@@ -5,8 +5,6 @@ else. A storage that cannot be written (a full disk) does not count as a crash: 
 so the launcher waits for the storage.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

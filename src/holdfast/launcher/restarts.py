@@ -11,8 +11,6 @@ After a death of
 - a process whose storage fails, it is started again when there may be room.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Callable

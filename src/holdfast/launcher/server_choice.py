@@ -6,8 +6,6 @@ a name to one process at a time, frees it however that process ends, and separat
 separates ports. A loading server does not listen yet, so nothing else could show that its port is taken.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

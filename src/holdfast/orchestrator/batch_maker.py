@@ -4,8 +4,6 @@ The mix chooses the environment of a task, and the curriculum its level. Both de
 before, never on timing, workers or kills, and resume from counters.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

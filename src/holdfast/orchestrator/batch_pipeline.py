@@ -4,8 +4,6 @@ One policy version samples a whole batch (`version_for`), so timing never decide
 also the backpressure: a batch cannot begin before the trainer has published its version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

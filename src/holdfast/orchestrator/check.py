@@ -7,8 +7,6 @@ reports a wrong row now. For a user's own environment the module is imported, an
 constructor's parameters.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 `Sampler` gathers equal prompts into one request to the engines, and logs every answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

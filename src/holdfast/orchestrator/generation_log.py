@@ -9,8 +9,6 @@ An answer counts when it is in the page cache, so a killed process loses nothing
 be sampled again with the same seeds; nothing durable depends on them.
 """
 
-from __future__ import annotations
-
 import logging
 from array import array
 from collections.abc import Sequence

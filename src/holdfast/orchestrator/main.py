@@ -4,8 +4,6 @@ It reads published weights, samples from inference servers, and writes one journ
 after the last batch in the journal, or after the newest checkpoint.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import sys

@@ -3,8 +3,6 @@
 `phase` serves heartbeats, and errors about engines or a trainer that miss a deadline.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator

@@ -1,7 +1,5 @@
 """A teacher for distillation: a fixed model on its own inference servers. Nothing is ever pushed to these servers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

@@ -11,8 +11,6 @@ directory. Each engine proves once, by the parity check, that it computes the tr
 log-probabilities (`check_parity_prompt`). The manifest of a version has its digest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -7,8 +7,6 @@ judges, so any worker may play any group. It dies with the orchestrator. Message
 pair of sockets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

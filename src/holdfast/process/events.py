@@ -4,8 +4,6 @@ The launcher names a file in the environment; every process of the run appends o
 phase. Without a launcher only the log line is left.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Which NVIDIA GPUs a process may use, without touching CUDA: who forks, or sets what children see, must not."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

@@ -9,8 +9,6 @@ After `docker pause`, SIGSTOP of everything or a suspended job, all deadlines by
 leaves out such freezes: a thread reads the clock each second, and only a very late read shows a freeze.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

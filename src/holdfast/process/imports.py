@@ -8,8 +8,6 @@ Libraries that upload (botocore, aiohttp) draw from Python's global random gener
 a trainer its state belongs to the run and its checkpoints. `keep_uploads_apart` gives uploads a generator of their own.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -5,8 +5,6 @@ DESCRIPTOR PROGRAM ARGUMENT ...`. It holds the pipes of the program open until i
 of their end finds it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ A process holds a lock on a file in its directory, and the kernel lets go of tha
 `kill -9`. A directory whose lock nobody holds is abandoned, and the next process removes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -13,8 +13,6 @@ plan before it reaches a model. An offer is for one group and one attempt: after
 directory. Nothing here needs torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

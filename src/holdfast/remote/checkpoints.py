@@ -9,8 +9,6 @@ Objects have no rename, so the manifest is the commit: a step without one does n
 committed on this machine first and copied from there, so a store that fails costs no checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable, Collection, Sequence

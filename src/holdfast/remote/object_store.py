@@ -4,8 +4,6 @@ Every call has a few tries and, where the filesystem is asynchronous as S3's is,
 at all; they cannot be renamed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import errno

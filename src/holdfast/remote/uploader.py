@@ -1,7 +1,5 @@
 """Copies committed checkpoints to a store in the background, one at a time."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ Publishing is always the same: write to a temporary name in the same directory, 
 rename, fsync the directory. Everything durable in the project goes through this module.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

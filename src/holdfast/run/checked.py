@@ -3,8 +3,6 @@
 Files without a checksum are taken as they are: people write such files by hand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -9,8 +9,6 @@
 `--run` and `--step`, and print the command with the arguments.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

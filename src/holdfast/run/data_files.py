@@ -5,8 +5,6 @@ A directory is read whole. Its files are left out only if all files name a split
 read are refused by their names.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

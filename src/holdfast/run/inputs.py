@@ -5,8 +5,6 @@ read what identifies them: first and last bytes, and the headers of weights. Whe
 compares every tensor again (`holdfast.trainer.checkpoint.init_from`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ Checksums are xxh3-128, which runs at memory speed; they detect damage, not mali
 the checksum of its own bytes, computed with 32 zeros in that place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

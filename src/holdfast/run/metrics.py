@@ -1,7 +1,5 @@
 """`metrics.jsonl`: one JSON object per optimizer step, with `step` and slash-separated names."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

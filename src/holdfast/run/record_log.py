@@ -13,8 +13,6 @@ Appending writes to the page cache, so a record survives its process. A thread m
 all that came since the last one, so nobody waits for the disk.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -5,8 +5,6 @@ append to one file of a network filesystem. A process writes a line when its spa
 take whole lines only. No result depends on the timeline: if it cannot be written, the process logs that once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

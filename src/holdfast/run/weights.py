@@ -12,8 +12,6 @@ An adapter is a directory that peft loads as well; trainer and inference agree o
 An adapted matrix is W + alpha / rank * B A (LoRA, Hu et al. 2021, section 4.1), computed in float32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@
 peft loads it, or the merged weights.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ dcp        torch.distributed.checkpoint of {"model": ..., "optimizer": ...}, as 
            `get_optimizer_state_dict` name them; parameter groups also in the flattened form
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Sequence

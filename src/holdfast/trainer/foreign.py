@@ -7,8 +7,6 @@
 No code of a source runs: pickles are read as tensors and plain values only.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -4,8 +4,6 @@ Parameters are matched by name and shape; settings that the source tells must be
 listed if no setting can express it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

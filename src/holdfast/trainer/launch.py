@@ -11,8 +11,6 @@ A request to stop goes to all nodes through the store of the rendezvous, also wh
 ends all nodes if one fails: their ranks may hang in a collective.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import logging

@@ -5,14 +5,12 @@ the same ranks, for Python objects: a failure of one rank is raised on every ran
 over the micro-batches of a step, and reads them once, since each read waits for all queued work.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -267,7 +265,7 @@ class RankGroup:
             # Collectives of a save and of training would mix in one group.
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
-    def __enter__(self) -> RankGroup:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

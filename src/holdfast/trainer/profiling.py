@@ -4,8 +4,6 @@ The profiler warms up during the step before the first profiled step. Each rank 
 last profiled step begins. If profiling fails, the run continues without a profile.
 """
 
-from __future__ import annotations
-
 import gzip
 import logging
 import os

@@ -1,7 +1,5 @@
 """Saving in a training program: every N steps or minutes, at the end, and before a stop (see `trainer.stop`)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import signal

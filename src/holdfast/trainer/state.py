@@ -4,8 +4,6 @@ Learning rate and weight decay are functions of configuration and step. The chec
 generators: `holdfast.trainer.checkpoint.state`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The built-in trackers. Each imports its library when it begins; docs/console.md says where the data go."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """The charts of a report, as figures of plotly.js without the theme, which the page sets."""
 
-from __future__ import annotations
-
 import fnmatch
 import html
 import itertools

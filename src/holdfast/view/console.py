@@ -4,8 +4,6 @@ The console reads what the processes write (`events.jsonl`, `metrics.jsonl`), so
 disagree with the files. With `--log-format json` every line on stdout is one JSON object, whatever prints it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -15,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from holdfast.errors import HoldfastError, printable
 from holdfast.process import events
@@ -223,7 +221,7 @@ class Console:
         self._counted: dict[tuple[str, str], float] = {}
         self.last_step = self._first_step = first_step
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Follows runs by their files: `Tail` one file, `Follower` what is new of a run, `ObservedRun` how a run is."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import msgspec
 
@@ -335,7 +333,7 @@ class EndSignals:
         self._numbers = numbers
         self.is_asked = False
 
-    def __enter__(self) -> EndSignals:
+    def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in self._numbers}
         return self
 

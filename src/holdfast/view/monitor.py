@@ -1,7 +1,5 @@
 """The command `monitor`: shows runs that other commands started, from their files, without writes and locks."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -3,8 +3,6 @@
 The page holds plotly.js and loads nothing. `holdfast.view.serve` serves it while a run is trained.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import secrets

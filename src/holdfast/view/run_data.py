@@ -3,8 +3,6 @@
 Nothing here writes or waits. A file that goes away meanwhile is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@
 Prometheus.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

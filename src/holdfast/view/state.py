@@ -3,8 +3,6 @@
 The console, `monitor` and the report show this state; `holdfast.view.follow` reads the files.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ SIGTERM means that no further step comes: it sends the rest and ends. Without ar
 settings on stdin, to check them.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

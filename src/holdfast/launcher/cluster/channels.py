@@ -3,8 +3,6 @@
 `PipeChannel` connects to a command such as `srun`. A `SocketChannel` is of an agent that has connected to a `Listener`.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """The launcher's interface to a cluster: a place for every process of the run, on nodes that may get lost."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

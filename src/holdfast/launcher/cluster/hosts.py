@@ -5,8 +5,6 @@ Ray actor, a SLURM step that runs this module as a program, or the command of an
 It starts one process after the other, watches it and ends it. Everything that it starts dies with it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -21,7 +19,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.errors import STORAGE_FAILED, ConfigError, HoldfastError, ProcessDied, is_storage_failure
 from holdfast.launcher.cluster import channels
@@ -364,7 +362,7 @@ class AgentConnection:
             raise ConnectionRefusedError
         self.say(f"{greeting}\n")
 
-    def __enter__(self) -> AgentConnection:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

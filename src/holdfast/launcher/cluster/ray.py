@@ -4,8 +4,6 @@ An agent connects to the launcher, which owns the actors: Ray ends them when it 
 started. Ray gives the bundles of a lost node to other nodes, or waits for one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -8,8 +8,6 @@ script of `rl` starts its launcher on the first node, which places the other pro
 `dpo` and `reward-model` starts the same command on every node, as one step of `srun`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,14 +4,12 @@
 `--eval.interval`. See docs/decisions.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from holdfast.config.base import ModelConfig
 from holdfast.config.evaluation import EvaluateConfig
@@ -53,7 +51,7 @@ class FollowedRun:
     base: ModelConfig | None
 
     @classmethod
-    def read(cls, run: Path) -> FollowedRun:
+    def read(cls, run: Path) -> Self:
         """Return what the settings of the newest attempt say. Raise ConfigError if `run` holds no run; DataError if
         it trains no policy."""
         run_dir = RunDir(run)

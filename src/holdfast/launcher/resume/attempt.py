@@ -4,8 +4,6 @@ is.
 Every attempt writes the settings of its processes, which the next attempt compares with its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

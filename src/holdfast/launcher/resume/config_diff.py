@@ -4,8 +4,6 @@ Every attempt notes versions of libraries and digests of files: tokenizer, model
 attempt prints a line for each that has changed. It does not use journaled batches that were made with other inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the same command continues an unfinished run of the same settings. A finished ru
 way out that a refusal names removes what can be resumed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Resume from an object store: fetches checkpoints, and sets superseded ones aside there."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress

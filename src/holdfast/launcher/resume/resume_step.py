@@ -4,8 +4,6 @@ Later steps and damaged checkpoints move to `discarded/attempt_K`; unpublished b
 on journaled batches that it can keep, instead of sampling them again.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

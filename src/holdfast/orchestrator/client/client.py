@@ -7,8 +7,6 @@ restarted server costs time, not the run.
 Every request and every answer names its weights. A server with other weights counts as lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

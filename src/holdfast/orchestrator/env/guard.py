@@ -8,8 +8,6 @@ asyncio can neither see nor cancel a call that blocks the event loop. A thread n
 process after `timeout_s`; the process is then started again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

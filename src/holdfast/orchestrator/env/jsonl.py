@@ -1,7 +1,5 @@
 """Environment `jsonl`: prompts and right answers from files of rows, with a choice of scorers (reward 0 to 1)."""
 
-from __future__ import annotations
-
 import glob
 import inspect
 import re

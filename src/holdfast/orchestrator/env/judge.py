@@ -8,8 +8,6 @@
 Requests go to `JUDGES` of the process: a `JudgeClient`, which keeps every reply, or in a worker a link to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Mapping, Sequence

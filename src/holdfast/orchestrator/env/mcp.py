@@ -4,8 +4,6 @@ Every rollout has its own session with each server that it calls: a process, or 
 rollout sees the changes of another rollout. A rollout that is played again finds the same state as the first time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

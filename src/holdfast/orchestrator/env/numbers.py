@@ -12,8 +12,6 @@ r"""Numbers as people write them. One rule reads right answers and completions.
 50 %                            equals 50 and 0.5
 """
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

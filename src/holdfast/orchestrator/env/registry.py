@@ -1,7 +1,5 @@
 """The built-in environments, and how the `id` of an environment in the settings becomes an environment."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reverse a string of lowercase letters. Endless, and learnable by a tiny model in seconds."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Sequence
 

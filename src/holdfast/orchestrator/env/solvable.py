@@ -1,7 +1,5 @@
 """Whether tasks can be solved: what their own right answers earn, and what answers without content earn."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A failure of a tool is a message to the policy, and counted; it never ends the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -22,8 +22,6 @@ vLLM's parsers need torch and vLLM, and drop a call that they cannot read. The p
 `error`, so that the policy is told.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -11,8 +11,6 @@ It needs nothing but `verifiers`. Messages are JSON, one a line; the first one s
     {"cancel": 7}
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import importlib.metadata

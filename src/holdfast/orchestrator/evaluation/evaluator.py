@@ -1,7 +1,5 @@
 """Plays held-out tasks with one exact policy, for `evaluate` and during a run; refuses tasks that are trained on."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -3,8 +3,6 @@
 It asks an inference server of its own, and writes `rollouts.jsonl` and `summary.json` into the evaluation's directory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

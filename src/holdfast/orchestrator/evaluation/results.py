@@ -5,8 +5,6 @@ process left of a task. Each line begins with a checksum of the rest: only a tas
 `evaluation.json` says what was evaluated, so rollouts of other policies or tasks never get into the same file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

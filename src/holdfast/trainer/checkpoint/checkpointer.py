@@ -18,15 +18,13 @@ The directory has a temporary name until it is whole, and is then renamed. A ste
 so the background must write a copy. Every save reuses the buffers: allocating gigabytes costs more than copying them.
 """
 
-from __future__ import annotations
-
 import logging
 import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -188,7 +186,7 @@ class Checkpointer:
         self._newest_failure: Exception | None = None  # of the newest save, for as long as no later one commits
         self._committed: list[int] = []
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

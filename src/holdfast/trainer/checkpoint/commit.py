@@ -8,8 +8,6 @@
 A failure on any rank fails the save on all ranks, and removes the temporary directory.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import shutil
@@ -17,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import xxhash
@@ -76,7 +74,7 @@ class Snapshot:
         *,
         metrics: Mapping[str, float] | None = None,
         attachments: Mapping[str, Attachment] | None = None,
-    ) -> Snapshot:
+    ) -> Self:
         """Return the snapshot of a live state."""
         return cls(
             step,

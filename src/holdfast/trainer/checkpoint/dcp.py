@@ -8,8 +8,6 @@ The index is a pickle, and torch unpickles everything that an index names. `Inde
 index, so a foreign directory cannot run code.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import os

@@ -7,8 +7,6 @@ JSON lacks these, so each becomes an object with one key:
 Named tuples, enums, `Counter`, `OrderedDict`, `defaultdict` and `deque` keep their class, tensors their bits.
 """
 
-from __future__ import annotations
-
 import base64
 import enum
 import math

@@ -4,8 +4,6 @@ Plain values become JSON (`plain_values`). Each rank has its own file of random 
 restored after loading. If the number of ranks changes, the generators are derived from seed and step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re

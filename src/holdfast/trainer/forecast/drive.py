@@ -6,8 +6,6 @@ model is asked for with numbers, is found with a small real model of the same ki
 attention that keeps the tensors that FlashAttention keeps.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -20,8 +20,6 @@ tokens of the longest sample. P tokens of a shared prompt, H heads, K heads of k
 of an unpacked batch.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator

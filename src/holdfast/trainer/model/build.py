@@ -7,8 +7,6 @@ Rank 0 draws random weights as a whole, and broadcasts them.
 Errors of transformers, which come from anywhere in its code, become one line.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -11,8 +11,6 @@ Shape legend: B rows, L tokens of a row, S ranks of a group, T tokens of a slice
 dimension. N places in the flattened (B * L) rows, O places in this rank's slice.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ experts of a rank over the ranks that hold the same experts.
 Shape legend: T tokens of a rank, K experts of a token, H hidden size, P = T * K pairs of token and expert.
 """
 
-from __future__ import annotations
-
 from math import gcd
 from typing import Any
 

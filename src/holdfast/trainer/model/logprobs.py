@@ -8,11 +8,9 @@ Text Degeneration", eq. 2 and 3).
 Shape legend: N predicted tokens, C tokens of one chunk, H hidden size, V vocabulary; B blocks of K.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +37,7 @@ class SamplingByToken:
         """Whether any distribution is truncated."""
         return any(sampling.is_truncated for sampling in self.table)
 
-    def of(self, tokens: slice | Tensor) -> SamplingByToken:
+    def of(self, tokens: slice | Tensor) -> Self:
         """Return the distributions of some of the tokens."""
         return replace(self, index_N=self.index_N[tokens])
 
@@ -157,7 +155,7 @@ class Reading:
     accuracy: bool = False
     entropy_gradient: bool = False  # entropy with a gradient, which keeps as much memory as the logits
 
-    def of(self, tokens: slice | Tensor) -> Reading:
+    def of(self, tokens: slice | Tensor) -> Self:
         """Return the reading of a part of the targets."""
         if isinstance(self.sampling, Sampling):
             return self

@@ -1,7 +1,5 @@
 """The transformers config of a model, without its weights and without torch: errors of transformers become one line."""
 
-from __future__ import annotations
-
 import logging
 
 import transformers

@@ -12,8 +12,6 @@ the weights are.
 Shape legend: B rows, L tokens of a row, H heads, D head dimension.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator

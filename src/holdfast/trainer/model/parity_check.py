@@ -11,8 +11,6 @@ the same.
 Shape legend: L tokens of a sample, N predicted tokens of both, V vocabulary, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

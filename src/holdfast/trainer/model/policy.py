@@ -3,8 +3,6 @@
 Shape legend: B rows, L tokens of a row, N predicted tokens, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -4,8 +4,6 @@ With LoRA the directory has the merged model, and the adapter in `adapter/`; for
 adapter. `holdfast.orchestrator.weight_sync` describes the whole weight push.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Iterator

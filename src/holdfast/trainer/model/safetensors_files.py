@@ -1,7 +1,5 @@
 """Writes tensors into safetensors files: the same bytes as safetensors writes, without a copy, hashed on the way."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ batch, and `dynamic` also of earlier batches, so longer samples would depend on 
 Shape legend: B rows, L tokens of a row, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ Published weights load with `AutoModelForSequenceClassification.from_pretrained`
 Shape legend: B rows, L tokens of a row, N chosen tokens, S samples, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

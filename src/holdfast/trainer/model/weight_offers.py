@@ -5,8 +5,6 @@ thread sends the version to the engines: the trainer trains on meanwhile, and no
 `holdfast.protocol.transfer` for the protocol, `holdfast.inference.transfer` for the other side.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

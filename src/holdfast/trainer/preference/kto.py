@@ -9,8 +9,6 @@ the reference's log-probabilities of both are computed once.
 Shape legend: A answers of a micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -8,8 +8,6 @@ To add the loss `name`, write `name_loss` here, and its settings in `holdfast.co
 Shape legend: P pairs, A answers that are labelled one by one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ loss is the mean over the pairs of the whole step.
 Shape legend: P pairs of a micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar

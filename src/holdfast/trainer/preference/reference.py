@@ -13,8 +13,6 @@ Shape legend: P pairs, 2 their sides: chosen, rejected; or P answers, 2: with th
 S sequences.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json
@@ -25,7 +23,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Generic
+from typing import Generic, Self
 
 import numpy as np
 import torch
@@ -113,7 +111,7 @@ class ReferenceTable:
         return buffer.getvalue()
 
     @classmethod
-    def read(cls, path: Path) -> ReferenceTable:
+    def read(cls, path: Path) -> Self:
         """Return what a file holds. Raise CheckpointError if it is damaged; OSError if it cannot be read."""
         data = path.read_bytes()
         try:

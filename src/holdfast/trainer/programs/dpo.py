@@ -4,8 +4,6 @@ The loss compares what the policy and a frozen reference say about both sides of
 answer; the loop over them is in `holdfast.trainer.programs.sft`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

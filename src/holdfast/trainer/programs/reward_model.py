@@ -4,8 +4,6 @@ The decoder of a language model and a new head learn to score the chosen side of
 rejected one, each at its last token; the loop over the pairs is in `holdfast.trainer.programs.sft`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ when it is due. At the start it publishes the version that it starts from, 0 or 
 the orchestrator has one way to begin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 

@@ -5,8 +5,6 @@ are packed into micro-batches, and the ranks share the micro-batches. The loss i
 the completion tokens of the whole step, over all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar

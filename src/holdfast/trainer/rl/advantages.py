@@ -9,8 +9,6 @@ To add one, write its function here, and its line in `ADVANTAGES` of `holdfast.c
 Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout, K rewards of parts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain

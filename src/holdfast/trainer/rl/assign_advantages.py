@@ -6,8 +6,6 @@
 Shape legend: P problems of the batch, G rollouts of one problem, T sampled tokens of one rollout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ run never continues with another model. A reference that follows the policy chan
 hold it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

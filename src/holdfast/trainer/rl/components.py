@@ -3,8 +3,6 @@
 Every component is in the checkpoints: tensors as `NAME.*`, values below `NAME`.
 """
 
-from __future__ import annotations
-
 import torch
 
 from holdfast.config import TrainerConfig

@@ -5,8 +5,6 @@ The coefficients of KL penalty and entropy bonus are fixed, or steered to a targ
 Shape legend: N predicted tokens, T targets of one sample.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ To add a loss, write its function here, and its settings in `holdfast.config.pol
 Shape legend: N predicted tokens of the forward pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

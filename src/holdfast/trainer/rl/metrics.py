@@ -6,8 +6,6 @@ steps that a resume repeats. Alerts follow the run through restarts: they read e
 Shape legend: N predicted tokens of one forward pass.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ With `async_level` above 0, only the first batch has age 0. For the others, the 
 start of every attempt: see `ParityPrompt` in `holdfast.protocol.inference`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ group or by batch, (r - mean) / std, is an advantage, not a reward: `grpo` and `
 Shape legend: P problems of the batch, G rollouts of one problem.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ models beside the policy. With the default settings there is nothing to measure,
 Shape legend: N predicted tokens of one forward pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
