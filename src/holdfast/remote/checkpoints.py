@@ -20,7 +20,7 @@ from holdfast.remote.object_store import ObjectStore
 from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import Retention
 from holdfast.run.manifest import MANIFEST_NAME, FileEntry, Manifest
-from holdfast.run.run_dir import INPUTS_NAME, STEP_NAME, RunDir
+from holdfast.run.run_dir import INPUTS_NAME, STEP_NAME, RunDir, older_versions
 
 WEIGHTS_DIR = "weights"
 RUN_DIR = "run"
@@ -236,7 +236,7 @@ class RemoteCheckpoints:
         for step in superseded:
             self.remove(step)
         kept = (set(saved) | set(protected)) - set(superseded)
-        needed = {version for step in kept for version in range(step - older_weights, step + 1)}
+        needed = {version for step in kept for version in (*older_versions(step, older_weights), step)}
         if older_weights and kept:
             for version in self._numbers(f"{WEIGHTS_DIR}/"):
                 # Later weights may belong to an interrupted upload that is repeated.

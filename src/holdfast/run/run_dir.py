@@ -35,6 +35,12 @@ def number_of(path: Path) -> int:
     return int(path.stem.rsplit("_", 1)[1])
 
 
+def older_versions(step: int, async_level: int) -> range:
+    """Return the versions before the version of `step` that sample batches after it: batch N is sampled by version
+    max(0, N - 1 - async_level)."""
+    return range(max(0, step - async_level), step)
+
+
 def numbered_paths(parent: Path) -> list[Path]:
     """Return every step directory and generation log in `parent`, in the order of steps."""
     if not parent.is_dir():

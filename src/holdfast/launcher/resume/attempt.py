@@ -22,7 +22,7 @@ from holdfast.launcher.resume.config_diff import compare_settings, describe_stre
 from holdfast.run import atomic, checked
 from holdfast.run.checkpoints import TRAINER_DIR, Kind, describe_found, kind_of, list_entries, verify_checkpoint
 from holdfast.run.manifest import MANIFEST_NAME, Manifest, Verification, read_manifest, verify
-from holdfast.run.run_dir import INPUTS_NAME, RunDir
+from holdfast.run.run_dir import INPUTS_NAME, RunDir, older_versions
 from holdfast.run.settings import read_settings
 
 T = TypeVar("T", bound=TrainingCommand | OrchestratorConfig)
@@ -80,8 +80,7 @@ def find_fork(path: Path, run_dir: RunDir, *, how: Verification, async_level: in
         other = RunDir(directory.parent.parent)
         with suppress(RunDirError, OSError):
             created = other.created_unix_s()
-        versions = range(max(0, listing.step - async_level), listing.step)
-        for version in versions:
+        for version in older_versions(listing.step, async_level):
             if other.weights_of(version).is_dir():
                 weights.append(other.weights_of(version))
             else:

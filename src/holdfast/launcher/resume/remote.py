@@ -11,7 +11,7 @@ from holdfast.remote.checkpoints import RemoteCheckpoints
 from holdfast.run import atomic, checked, manifest
 from holdfast.run.checkpoints import newest_intact
 from holdfast.run.manifest import Verification
-from holdfast.run.run_dir import RunDir, ids_of
+from holdfast.run.run_dir import RunDir, ids_of, older_versions
 
 
 def fetch(
@@ -50,7 +50,7 @@ def fetch(
         def bring_rest(listing: manifest.Manifest) -> None:
             # The checkpoint comes last: a start after a kill takes it for all.
             _adopt(remote, run_dir, listing.run_id, say)
-            _fetch_weights(remote, run_dir, range(max(0, step - older_weights), step), say)
+            _fetch_weights(remote, run_dir, older_versions(step, older_weights), say)
             if place.exists():  # damaged: parts of it may be needed
                 set_aside(run_dir, place, run_dir.next_attempt())
 

@@ -30,7 +30,7 @@ from holdfast.run import atomic, manifest
 from holdfast.run.checkpoints import TRAINER_DIR, Retention, list_entries
 from holdfast.run.lock import DirectoryLock
 from holdfast.run.manifest import FileEntry, Fingerprints, Manifest
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import RunDir, older_versions
 from holdfast.run.timeline import record
 from holdfast.trainer.checkpoint.dcp import ShardWriter
 from holdfast.trainer.checkpoint.state import State, capture_random_state
@@ -153,8 +153,8 @@ class ObjectStorage(Storage):
         step = int(directory.name.removeprefix("step_"))
         weights: list[Path] = []
         if self._weights_of is not None:
-            versions = range(max(0, step - self._older_weights), step)
-            weights = [path for path in map(self._weights_of, versions) if path.exists()]
+            older = older_versions(step, self._older_weights)
+            weights = [path for path in map(self._weights_of, older) if path.exists()]
         self._uploader.submit(directory, step, weights=weights)
 
 

@@ -17,7 +17,7 @@ from holdfast.process.events import report
 from holdfast.process.heartbeat import does
 from holdfast.run.journal import note_trained, read_batch, wait_for
 from holdfast.run.metrics import read_metrics
-from holdfast.run.run_dir import RunDir
+from holdfast.run.run_dir import RunDir, older_versions
 from holdfast.trainer.data.samples import check_same_tokens
 from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.policy import Policy, build_policy
@@ -168,4 +168,4 @@ def _wait_for_batch(run_dir: RunDir, step: int, config: TrainerConfig) -> None:
 
 def _needed_weights(steps: list[int], async_level: int) -> set[int]:
     """Return the versions that an engine may be asked for by a trainer that is at, or resumes from, one of `steps`."""
-    return {version for step in steps for version in range(max(0, step - async_level), step + 1)}
+    return {version for step in steps for version in (*older_versions(step, async_level), step)}
