@@ -40,10 +40,6 @@ _started: list[Run] = []
 class RunFailed(HoldfastError):
     """A run ended with an error; the text is the error of its command. `exit_code`: as docs/files.md lists them."""
 
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
 
 class Rows(list[dict[str, Any]]):
     """A list of dictionaries, for a data frame: `rows.to_pandas()`."""
@@ -142,7 +138,8 @@ class Run:
             lines = [*self._lines]
             at = max((place for place, line in enumerate(lines) if line.startswith("error: ")), default=len(lines))
             ended = f"the command ended with {process.returncode} (below 0: a signal); the same call continues the run"
-            raise RunFailed("\n".join(lines[at:]).removeprefix("error: ") or ended, process.returncode)
+            told = "\n".join(lines[at:]).removeprefix("error: ") or ended
+            raise RunFailed(told, exit_code=process.returncode)
         return self
 
     def stop(self) -> Run:
