@@ -36,8 +36,8 @@ from holdfast.launcher.resume.prepare import prepare
 from holdfast.launcher.resume.resume_step import clear_unpublished, resolve_resume_step
 from holdfast.launcher.server_choice import chosen_servers, picks_its_port, reserve
 from holdfast.launcher.side_processes import check_outputs
-from holdfast.launcher.supervisor import noted_signals
-from holdfast.process.child import available_cores, wait_passively
+from holdfast.launcher.supervisor import STOP_SIGNALS
+from holdfast.process.child import NotedSignals, available_cores, wait_passively
 from holdfast.process.events import PROCESS_ENV
 from holdfast.process.gpus import Gpu, find_gpus
 from holdfast.process.imports import module_command
@@ -169,8 +169,8 @@ def launch_on_nodes(config: TrainingCommand, *, rank: int | None, environment: d
     RunDir(config.output_dir).require_writable()  # before the head node changes anything
     registration = Registration.of(config, rank)
     if (server := meet(config.parallel, rank)) is None:
-        with noted_signals() as came:
-            return Follower(config, registration, environment, came).run()
+        with NotedSignals(*STOP_SIGNALS) as signals:
+            return Follower(config, registration, environment, signals.came).run()
     with Nodes(server, config.parallel, registration) as nodes:
         try:
             RunDir(config.output_dir).lock()

@@ -18,7 +18,8 @@ from holdfast.errors import ConfigError
 from holdfast.launcher.cluster.hosts import THIS_MACHINE, Process
 from holdfast.launcher.plan import Plan
 from holdfast.launcher.preflight import check_in_child
-from holdfast.launcher.supervisor import REFRESH_S, error_message, noted_signals
+from holdfast.launcher.supervisor import REFRESH_S, STOP_SIGNALS, error_message
+from holdfast.process.child import NotedSignals
 from holdfast.process.events import EVENTS_ENV, PROCESS_ENV
 from holdfast.process.heartbeat import HEARTBEAT_ENV
 from holdfast.process.imports import module_command
@@ -163,12 +164,12 @@ class SideProcesses:
                 self._start(side, print)
             if side.process is not None:
                 side.process.signal(signal.SIGTERM)
-        with noted_signals() as came:
+        with NotedSignals(*STOP_SIGNALS) as signals:
             for side in self._processes:
                 for is_last in (False, True):
                     if side.process is None:
                         break
-                    code = _wait(side.process, deadline, came)
+                    code = _wait(side.process, deadline, signals.came)
                     side.process.kill()
                     if code in (0, _REFUSED, None) or is_last:
                         why = "it has not finished in time" if code is None else self._reason(side, code)

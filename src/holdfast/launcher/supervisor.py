@@ -12,8 +12,8 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,19 +223,6 @@ class Supervisor:
         for child in asked:
             # A dead child may have left its children (ranks, an engine) in its session.
             child.process.kill()
-
-
-@contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Note the signals that ask to stop, instead of their effect."""
-    came: list[int] = []
-    numbers = [one for one in STOP_SIGNALS if not is_ignored(one)]
-    before = [(number, signal.signal(number, lambda one, _: came.append(one))) for number in numbers]
-    try:
-        yield came
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 _MOST_BYTES = 16 << 20  # of a log, which may be longer than the memory

@@ -11,9 +11,10 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from holdfast.errors import GO_ON_OR_BEGIN_AGAIN, STORAGE_FAILED, ConfigError, HoldfastError, is_storage_failure
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LAUNCHER_ENV = "HOLDFAST_LAUNCHER_PID"
 DATE_ENV = "HOLDFAST_TEMPLATE_DATE"
+_SIGNALS_S = 0.1
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -116,6 +118,29 @@ def heavy_imports() -> Iterator[None]:
 def is_ignored(number: signal.Signals) -> bool:
     """Whether a parent had this process ignore the signal, as `nohup` does: then it stays ignored."""
     return signal.getsignal(number) is signal.SIG_IGN
+
+
+class NotedSignals:
+    """Notes signals that ask for the end, in place of their effect; a context manager. `came`: their numbers. Signals
+    that this process ignores stay ignored."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self._numbers = [number for number in numbers if not is_ignored(number)]
+        self.came: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._before = {one: signal.signal(one, lambda number, _: self.came.append(number)) for one in self._numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def wait(self, seconds: float) -> None:
+        """Wait; a signal ends the wait. Python continues a sleep after a handler, so the sleeps are short."""
+        until = time.monotonic() + seconds
+        while not self.came and (left := until - time.monotonic()) > 0:
+            time.sleep(min(_SIGNALS_S, left))
 
 
 class _LossyFile(io.FileIO):

@@ -3,14 +3,13 @@
 import json
 import os
 import re
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -29,7 +28,6 @@ _LIVE_ATTEMPTS = 2
 """An inference server that outlived its attempt may still write to the logs of the attempt before."""
 _SILENT_S = 600.0
 """A holder of a run on another host or in another container lives if files of the run changed since."""
-_SIGNALS_S = 0.1
 
 
 class Tail:
@@ -324,28 +322,3 @@ def _last_change(run_dir: RunDir) -> float | None:
         with suppress(OSError):
             times.append(path.stat().st_mtime)
     return max(times, default=None)
-
-
-class EndSignals:
-    """Notes signals that ask for the end, and waits until one comes; used as a context manager."""
-
-    def __init__(self, *numbers: signal.Signals) -> None:
-        self._numbers = numbers
-        self.is_asked = False
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, *_: object) -> None:
-        self.is_asked = True
-
-    def wait(self, seconds: float) -> None:
-        """Wait; a signal ends the wait. Python continues a sleep after a handler, so the sleeps are short."""
-        until = time.monotonic() + seconds
-        while not self.is_asked and (left := until - time.monotonic()) > 0:
-            time.sleep(min(_SIGNALS_S, left))

@@ -12,11 +12,11 @@ from typing import Any
 
 from holdfast.arguments import Parser, add_json
 from holdfast.errors import ConfigError, printable
-from holdfast.process.child import make_output_lossy
+from holdfast.process.child import NotedSignals, make_output_lossy
 from holdfast.run.choose_run import all_runs, no_run, refuse_flags
 from holdfast.run.run_dir import RunDir
 from holdfast.view.console import phase_text, step_line
-from holdfast.view.follow import EndSignals, ObservedRun, short_names
+from holdfast.view.follow import ObservedRun, short_names
 from holdfast.view.state import duration
 from holdfast.view.tables import Grid, age, print_parts
 
@@ -138,12 +138,12 @@ def main(argv: list[str]) -> int:
     names = short_names(arguments.runs)
     runs = [ObservedRun(RunDir(path), name) for path, name in zip(arguments.runs, names, strict=True)]
     is_watching = sys.stdout.isatty() and not (arguments.once or arguments.json)
-    with EndSignals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as stop:
+    with NotedSignals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as stop:
         if is_watching:
             _watch(runs, arguments.interval, stop)
             return 0
         _look(runs)
-        while arguments.wait and any(run.status in ("waiting", "unreadable") for run in runs) and not stop.is_asked:
+        while arguments.wait and any(run.status in ("waiting", "unreadable") for run in runs) and not stop.came:
             stop.wait(arguments.interval)
             _look(runs)
     if arguments.json:
@@ -189,7 +189,7 @@ def _parts(runs: Sequence[ObservedRun]) -> list[Grid | str]:
     return [*run_lines(runs[0], now=now)] if len(runs) == 1 else [table_of_runs(runs, now=now)]
 
 
-def _watch(runs: Sequence[ObservedRun], interval_s: float, stop: EndSignals) -> None:
+def _watch(runs: Sequence[ObservedRun], interval_s: float, stop: NotedSignals) -> None:
     """Show what is known again and again, until a signal; the last state stays on the screen."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -198,7 +198,7 @@ def _watch(runs: Sequence[ObservedRun], interval_s: float, stop: EndSignals) -> 
     make_output_lossy()
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False) as live:
-        while not stop.is_asked:
+        while not stop.came:
             _look(runs)
             parts = [part.table() if isinstance(part, Grid) else Text(part) for part in _parts(runs)]
             live.update(Group(*parts), refresh=True)

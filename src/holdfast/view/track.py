@@ -20,12 +20,11 @@ from holdfast.arguments import Parser
 from holdfast.config.base import read_section
 from holdfast.config.view import TrackingConfig
 from holdfast.errors import ConfigError
-from holdfast.process.child import die_with_launcher, run_reporting_errors, set_up_logging
+from holdfast.process.child import NotedSignals, die_with_launcher, run_reporting_errors, set_up_logging
 from holdfast.process.scratch import SHORT_HOME, drop, make_scratch, scratch_name
 from holdfast.run.choose_run import add_run, command_line, is_evaluation, no_run, parse_run, refuse_flags
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import settings_of_trainers
-from holdfast.view.follow import EndSignals
 from holdfast.view.load_tracker import BUILT_IN, check_tracker
 from holdfast.view.sending import Sending, TrackerFailed
 
@@ -96,13 +95,13 @@ def use_scratch() -> None:
 
 def _send(run_dir: RunDir, name: str, config: TrackingConfig) -> None:
     """Send until SIGTERM. Raise TrackerFailed, after which the launcher starts this process again."""
-    with EndSignals(signal.SIGTERM) as stop:
+    with NotedSignals(signal.SIGTERM) as stop:
         # Only the launcher says when the run is over: a scheduler may signal every process.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # held back by the launcher until now
         try:
-            Sending(run_dir, name, config).send(lambda: stop.is_asked, stop.wait)
+            Sending(run_dir, name, config).send(lambda: bool(stop.came), stop.wait)
         except TrackerFailed as failure:
             _log.warning("%s", failure, exc_info=failure.__cause__)
             raise
