@@ -70,8 +70,6 @@ def convert(file: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from holdfast.trainer.model.safetensors_files import mode_of_new_files
-
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
@@ -84,7 +82,7 @@ def convert(file: Path, target: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(target)
     for path in target.glob("*.safetensors"):  # which safetensors lets nobody else read
-        path.chmod(mode_of_new_files())
+        path.chmod((target / "config.json").stat().st_mode)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The file names its pre-tokenizer `smollm`, which transformers does not know: it splits off every digit first, so
     # white space before a digit becomes other tokens.

@@ -1,6 +1,5 @@
 """Writes tensors into safetensors files: the same bytes as safetensors writes, without a copy, hashed on the way."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +68,6 @@ class SafetensorsFile:
         yield transfer.header_bytes(transfer.encode_header(self.entries))
         for tensor in self.tensors:
             yield bytes_of(tensor).numpy().data
-
-
-def mode_of_new_files() -> int:
-    """Return the mode that `open` gives a new file in this process; safetensors lets nobody else read."""
-    # `os.umask` would change the umask for other threads.
-    umask = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
-    return 0o666 & ~int(umask[1], 8) if umask else 0o600
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
