@@ -180,7 +180,7 @@ def test_what_a_users_module_starts_is_not_waited_for(run_command: Command, refu
     assert not (tmp_path / "ended").exists()
 
 
-SURVEY = Survey("samples", 60, 4, 84_000, {"sample": "(3 tokens, [[trained]]): a[[b]]"}, ["2 rows left out"])
+SURVEY = Survey("samples", 60, 4, 84_000, {"first sample": "(3 tokens, [[trained]]): a[[b]]"}, ["2 rows left out"])
 
 
 def sft(path: Path, **settings: Any) -> SftConfig:
