@@ -31,7 +31,7 @@ THINKS = (
     ("gemma", [SYSTEM, USER, ANSWER], "System role not supported.* into the first message of the user"),
     ("gemma3", [SYSTEM, ANSWER], "must alternate.* a message of the user before the first"),
     (THINKS, [USER, ANSWER], "data.chat_template_kwargs = {enable_thinking = false}"),
-    ("{{ messages[0].nothing.at_all }}", [USER, ANSWER], "has no attribute.* without this rule: copy the"),
+    ("{{ messages[0].nothing.at_all }}", [USER, ANSWER], "has no attribute.* without this rule: name the"),
 ])  # fmt: skip
 def test_a_refusal_names_a_change_that_works(template: str, row: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(DataError, match=f"(?s){said}"):
@@ -62,7 +62,7 @@ def test_a_begun_answer_at_the_end_of_a_prompt_is_refused() -> None:
 
 
 def test_a_prompt_that_the_template_leaves_out_is_refused() -> None:
-    with pytest.raises(EnvironmentFailure, match="leaves out what messages of role `system` say.*model.tokenizer"):
+    with pytest.raises(EnvironmentFailure, match="leaves out what messages of role `system` say.*model.chat_template"):
         prompt_ids_of(Task(prompt=[SYSTEM, USER]), tokenizer_of(NO_SYSTEM), what="task 0", seq_len=99)
     assert prompt_ids_of(Task(prompt=[SYSTEM, USER]), tokenizer_of("chatml"), what="task 0", seq_len=999)
     with pytest.raises(EnvironmentFailure, match="System role not supported. Change the messages, or use another"):

@@ -122,7 +122,7 @@ NO_ARGUMENTS = FIRST_NAME_ONLY.replace("{{ m.tool_calls[0]", "{% for c in m.tool
         (FIRST_NAME_ONLY, asking(call({"a": 1})), "message 2 .*leaves out the key 'a' in the arguments of a call"),
         (FIRST_NAME_ONLY, asking(call({}), call({})), "message 2 .*leaves out the name of a call"),
         (NO_ARGUMENTS, asking(call({"a": 1})), "message 2 .*leaves out the key 'a'"),
-        ("chatml", asking(call({}, "user"), content="user"), "message 2 has `tool_calls`, .*model.tokenizer"),
+        ("chatml", asking(call({}, "user"), content="user"), "message 2 has `tool_calls`, .*model.chat_template"),
     ],
 )
 def test_calls_that_would_be_trained_otherwise_are_refused(template: str, row: Any, said: str) -> None:

@@ -62,7 +62,7 @@ def test_ways_out_begin_with_the_cheapest() -> None:
         assert not [flags for flags in changes(other, Load(), experts=6) if "parallel.expert_parallel" in flags]
 
 
-_LORA = {"model.lora": {"rank": 16, "alpha": 32.0, "dropout": 0.0, "target_modules": "all-linear"}}
+_LORA = {"model.lora": {"rank": 16, "alpha": 32.0, "use_rslora": False, "dropout": 0.0, "target_modules": "all-linear"}}
 
 
 @pytest.mark.parametrize(("card", "only", "init", "picked"), [
