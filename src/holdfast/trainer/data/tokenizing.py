@@ -239,19 +239,21 @@ _SCHEMA = pa.schema(
 )
 
 
-def write_chunk(writer: pa.ipc.RecordBatchFileWriter, chunk: Chunk) -> None:
-    """Append the samples of a chunk."""
+def chunks_to_file(path: Path, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+    """Write chunks to a new table as they come; yield each when it is written."""
+    with pa.ipc.new_file(str(path), _SCHEMA) as writer:
+        for chunk in chunks:
+            writer.write_batch(_table_of(chunk))
+            yield chunk
+
+
+def _table_of(chunk: Chunk) -> pa.RecordBatch:
     borders = pa.array(np.concatenate([[0], np.cumsum(chunk.lengths)]), type=pa.int32())
     ids = pa.ListArray.from_arrays(borders, pa.array(chunk.ids, type=pa.int32()))
     mask = pa.ListArray.from_arrays(borders, pa.array(chunk.mask.view(np.uint8), type=pa.uint8()))
     values = pa.array(chunk.values, type=pa.float64())
     rows = pa.array(chunk.rows, type=pa.int64())
-    writer.write_batch(pa.record_batch([ids, mask, values, rows], schema=_SCHEMA))
-
-
-def open_writer(path: Path) -> pa.ipc.RecordBatchFileWriter:
-    """Return what writes a new table to `path`; it and its file are complete once it is closed."""
-    return pa.ipc.new_file(str(path), _SCHEMA)
+    return pa.record_batch([ids, mask, values, rows], schema=_SCHEMA)
 
 
 class _Samples(Sequence[Sample], ABC):
@@ -393,14 +395,6 @@ def _first_targets(borders: np.ndarray, mask: np.ndarray) -> np.ndarray:
     places = np.append(np.flatnonzero(trained), len(mask))
     nearest = places[np.searchsorted(places, borders[:-1])]
     return np.where(nearest < borders[1:], nearest - borders[:-1], UNTRAINED).astype(np.int32)
-
-
-def chunks_to_file(path: Path, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
-    """Write chunks to a new table as they come; yield each when it is written."""
-    with open_writer(path) as writer:
-        for chunk in chunks:
-            write_chunk(writer, chunk)
-            yield chunk
 
 
 _CACHE_ENV = "HOLDFAST_CACHE"
