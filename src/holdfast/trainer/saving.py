@@ -67,7 +67,7 @@ class Saver:
         self._has_warned_of_best = self._has_warned_of_grace = False
         self._step_began = math.inf
         self._committed: list[int] = []
-        self._newest = committed or 0
+        self.newest = committed or 0  # the last step that is known to be committed
         self._last_save_time = time.monotonic()
 
     def is_asked_to_stop(self) -> bool:
@@ -101,7 +101,7 @@ class Saver:
         is_due = is_last or is_asked or step == self._max_steps or self._is_time
         if is_due or (config.interval is not None and step % config.interval == 0):
             self.due = step
-            if step > self._newest:  # else it was saved when a hook failed
+            if step > self.newest:  # else it was saved when a hook failed
                 self._save(step, metrics, attachments)
         self._check_storage()
         return self._take_committed()
@@ -115,15 +115,15 @@ class Saver:
         self, step: int, metrics: Mapping[str, float], attachments: Mapping[str, Attachment] | None
     ) -> bool:
         """Save the current step, unless it is saved, because the run ends with an error. Return whether it is."""
-        if self._config is not None and step > self._newest:
+        if self._config is not None and step > self.newest:
             self._save(step, metrics, attachments)
             self.settle()
-        return self._config is not None and step <= self._newest
+        return self._config is not None and step <= self.newest
 
     def _poll(self) -> None:
         committed = self._checkpointer.poll()
         self._committed += committed
-        self._newest = max([self._newest, *committed])
+        self.newest = max([self.newest, *committed])
 
     def _check_storage(self) -> None:
         assert self._config is not None
@@ -184,7 +184,7 @@ class Saver:
                 self._poll()
             except SaveError as error:  # of an earlier step
                 _log.error("%s", error)
-            if step > self._newest:
+            if step > self.newest:
                 self._save(step, metrics, attachments)
                 is_in_time = self._checkpointer.wait(_left_s(deadline))
         if not is_in_time:
@@ -202,11 +202,6 @@ class Saver:
         failed."""
         self._checkpointer.wait()
         return self._take_committed()
-
-    @property
-    def newest(self) -> int:
-        """The last step that is known to be committed; 0 if there is none."""
-        return self._newest
 
     def close(self) -> None:
         """Wait for the last save and its upload, then leave the process groups. Raise SaveError if one failed."""

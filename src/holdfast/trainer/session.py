@@ -46,9 +46,7 @@ from holdfast.trainer.state import Progress, TrainState
 _LAST_SAVE_S = 60.0
 _log = logging.getLogger("trainer")
 
-
 M = TypeVar("M", bound=Policy | ScalarModel)
-
 
 _JUMP = 1000.0
 _RECENT_STEPS = 50
@@ -381,17 +379,12 @@ class Stopwatch:
 _PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 
 
-def model_flops(num_parameters: int, num_tokens: int) -> float:
-    """Return the floating-point operations of one forward and backward pass: 6 per parameter and token.
-
-    Chowdhery et al. 2022, "PaLM", appendix B, without its term for attention. Recomputed activations, passes without
-    gradient and further epochs do not count. A shared prompt counts for each of its answers."""
-    return 6.0 * num_parameters * num_tokens
-
-
 def throughput(mesh: Mesh, num_parameters: int, *, num_tokens: int, seconds: float) -> dict[str, float]:
-    """Return `tokens_per_s`, `tflops` per device, and `mfu`, the share of the device's peak, if that is known."""
-    flops_per_s = model_flops(num_parameters, num_tokens) / seconds / mesh.world_size
+    """Return `tokens_per_s`, `tflops` per device, and `mfu`, the share of the device's peak, if that is known.
+
+    A token takes 6 operations per parameter (Chowdhery et al. 2022, "PaLM", appendix B, without its term for
+    attention). Recomputed activations, passes without gradient and further epochs do not count."""
+    flops_per_s = 6.0 * num_parameters * num_tokens / seconds / mesh.world_size
     metrics = {"tokens_per_s": num_tokens / seconds, "tflops": flops_per_s / 1e12}
     if mesh.device.type == "cuda":
         name = torch.cuda.get_device_name(mesh.device)
