@@ -158,7 +158,6 @@ class CollectiveWeights(WeightsConfig):
 
 AnyWeights = Annotated[DirectoryWeights | CollectiveWeights, ByType("directory", key="transport")]
 
-
 ATTENDED_TOKENS = 4
 """Most tokens that attention holds for each token of a row's budget. It holds a shared prompt once for each answer."""
 

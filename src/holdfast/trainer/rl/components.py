@@ -15,6 +15,7 @@ from holdfast.trainer.model.build import trained_tensors
 from holdfast.trainer.model.decoder import freeze
 from holdfast.trainer.model.parity_check import check_model, was_checked
 from holdfast.trainer.model.policy import Policy, build_policy
+from holdfast.trainer.model.value_model import ScalarModel
 from holdfast.trainer.rl.auxiliary_models import Critic, Ema, FrozenModel, RewardModel, SyncedReference
 from holdfast.trainer.rl.kl import EntropyCoefficient, KlCoefficient
 from holdfast.trainer.rl.rewards import RunningMoments
@@ -99,19 +100,18 @@ class RlComponents:
     def check_models(self) -> None:
         """Compare every model beside the policy with transformers' own forward pass. Collective. Raise DataError if one
         differs."""
-        config, mesh, dtype = self._config, self._mesh, self._config.model.compute_dtype
-        share = config.share_prompts
+        config, shares = self._config, self._config.share_prompts
         if was_checked(config):
             return
-        if config.kl is not None and self.reference is not None:
-            name = _reference_name(config)
-            check_model(self.reference, mesh, name=name, pack=True, share=share, dtype=dtype)
+        models: list[tuple[Policy | ScalarModel, str, bool]] = []
+        if self.reference is not None:
+            models.append((self.reference, _reference_name(config), shares))
         if config.critic is not None and self.critic is not None:
-            name = config.critic.name or config.model.name
-            check_model(self.critic.model, mesh, name=name, pack=True, share=share, dtype=dtype)
+            models.append((self.critic.model, config.critic.name or config.model.name, shares))
         if config.reward_model is not None and self.reward_model is not None:
-            name = config.reward_model.name
-            check_model(self.reward_model.model, mesh, name=name, pack=True, dtype=dtype)
+            models.append((self.reward_model.model, config.reward_model.name, False))
+        for model, name, share in models:
+            check_model(model, self._mesh, name=name, pack=True, share=share, dtype=config.model.compute_dtype)
 
 
 def _reference_name(config: TrainerConfig) -> str:

@@ -19,11 +19,7 @@ from holdfast.trainer.rl.kl import k3
 from holdfast.trainer.rl.losses import PolicyLossInput
 
 _QUANTILES = (0.5, 0.95, 0.99)
-
-
 _CLIPPED = ("clip_fraction/low", "clip_fraction/high", "clip_fraction/dual")
-
-
 _OF_TOKENS = ("entropy", "ppo_kl", "mismatch_kl", *_CLIPPED)
 
 
@@ -140,8 +136,6 @@ def explained_variance(
 
 # Below these nobody needs to act, however much larger than before they are.
 _MIN_REF_KLD = 0.01
-
-
 _MIN_MISMATCH_KL = 1e-3
 
 

@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.config import TrainerConfig
-from holdfast.config.algorithm import UpdatesConfig
 from holdfast.errors import TrainingError
 from holdfast.process.events import report
 from holdfast.protocol.inference import MAX_TOKENS, TEXT, ParityPrompt
@@ -26,18 +25,15 @@ from holdfast.protocol.rollouts import Rollout
 from holdfast.trainer.data.packing import Sample, build_micro_batch
 from holdfast.trainer.mesh import Mesh
 from holdfast.trainer.model.decoder import reshard
-from holdfast.trainer.model.packing_check import Layout
 from holdfast.trainer.model.parity_check import is_random_in_training
 from holdfast.trainer.model.policy import Policy, predict
-from holdfast.trainer.rl.batch import AGE, OLD_LOGPROB, SAMPLER_LOGPROB, SAMPLING, Minibatch, plan_epochs
+from holdfast.trainer.rl.batch import AGE, OLD_LOGPROB, SAMPLER_LOGPROB, SAMPLING
 from holdfast.trainer.rl.kl import k3
 from holdfast.trainer.rl.metrics import PolicyStatistics
 
 # Mean k3 per token, in nats. Measured: 1e-14 to 1e-11 in float32, 1e-4 in bfloat16; 1e-3 is usual there for large
 # models. Attention soft caps of 5 that were left out gave 7e-8 to 0.2, depending on the model.
 LIMITS = {"float32": 1e-6, "bfloat16": 0.05}
-
-
 # For truncated distributions, in float32. Rounding may cut a token at the border on only one side. Then the
 # log-probability of the sampled token moves by as much as the probability of the cut token. This is rare, but 0.3 nats
 # at one of 100 tokens make 4e-4, and a resume would meet them again. The parity prompt is not truncated,
@@ -59,10 +55,9 @@ class MismatchCheck:
     With dropout, or what else is random in training, those are noise. Then a pass of its own, without it, compares the
     first fresh rollouts of the attempt, and no others."""
 
-    def __init__(self, config: TrainerConfig, policy: Policy, mesh: Mesh, *, layout: Layout) -> None:
+    def __init__(self, config: TrainerConfig, policy: Policy, mesh: Mesh) -> None:
         self._config = config
         self._kind = type(policy.hf_model).__name__
-        self._layout = layout
         self._mesh = mesh
         self._is_random = is_random_in_training(policy, mesh)
         if self._is_random and mesh.is_main:
@@ -80,7 +75,7 @@ class MismatchCheck:
         step: int,
         rollouts: Sequence[Rollout],
         samples: Sequence[Sample],
-        measure: Callable[[Sequence[Minibatch]], None],
+        measure: Callable[[Sequence[Sample]], None],
         *,
         is_foreign: bool = False,
         is_truncated: bool = False,
@@ -111,18 +106,7 @@ class MismatchCheck:
         if not copies:
             return
         self._is_done = True
-        config = self._config
-        measure(
-            plan_epochs(
-                copies,
-                UpdatesConfig(),
-                row_tokens=config.row_tokens,
-                layout=self._layout,
-                mesh=self._mesh,
-                seed=config.seed,
-                step=step,
-            )[0]
-        )
+        measure(copies)
         log_ratio_N = torch.from_numpy(
             np.concatenate(
                 [(one.per_token[OLD_LOGPROB] - one.per_token[SAMPLER_LOGPROB])[one.targets] for one in copies]

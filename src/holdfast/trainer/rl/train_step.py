@@ -151,7 +151,7 @@ class Learner:
         self._pretraining = pretraining
         self._loss = build_policy_loss(config.loss)
         self._layout = replace(session.policy.layout, shares=components.shares_prompts(session.policy))
-        self._mismatch = MismatchCheck(config, session.policy, session.mesh, layout=self._layout)
+        self._mismatch = MismatchCheck(config, session.policy, session.mesh)
         self._advantage = None if config.advantage.type in MODEL_ADVANTAGES else build_advantage(config)
         kl = config.kl
         if kl is not None and components.kl is not None and kl.place == "loss" and kl.coef > 0:
@@ -184,13 +184,15 @@ class Learner:
             # Samples without training are measured, too: their penalties and values count in the advantages of the
             # others.
             left_out = [sample for sample, own in zip(samples, trained, strict=True) if own is not sample]
-            self._measure(reading, [*epochs[0], *self._plan(step, left_out, UpdatesConfig())[0]])
+            self._measure(reading, [*epochs[0], *self._plan_once(step, left_out)])
             metrics = self._compute_advantages(groups, samples, trained)
         self._mismatch.begin(
             step,
             rollouts,
             trained,
-            lambda found: self._measure_policy(batches.OLD_LOGPROB, self._policy, reading, found),
+            lambda found: self._measure_policy(
+                batches.OLD_LOGPROB, self._policy, reading, self._plan_once(step, found)
+            ),
             is_foreign=is_foreign,
             is_truncated=reading.sampling.is_truncated,
         )
@@ -220,6 +222,9 @@ class Learner:
             seed=config.seed,
             step=step,
         )
+
+    def _plan_once(self, step: int, samples: Sequence[Sample]) -> list[batches.Minibatch]:
+        return self._plan(step, samples, UpdatesConfig())[0]
 
     def _compute_advantages(
         self, groups: list[list[Rollout]], samples: list[Sample], trained: list[Sample]
@@ -338,8 +343,11 @@ class Learner:
         done = (step - 1) * config.updates.epochs * config.updates.minibatches
         grad_norms, pretraining_losses = [], []
         if critic_alone:
-            with stopwatch.phase("forward"):
-                self._observe(step, reading, epochs[0], statistics)
+            with stopwatch.phase("forward"), torch.no_grad():
+                for minibatch in epochs[0]:
+                    self._step(minibatch, statistics, reading)
+                reshard(self._policy)
+                self._mismatch.before_update(step, statistics)
         for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
             if not critic_alone:
                 with stopwatch.phase("forward_backward"):
@@ -364,16 +372,6 @@ class Learner:
         if components.critic is not None:
             metrics |= components.critic.take_metrics() | {"value_lr": value_lr}
         return metrics
-
-    def _observe(
-        self, step: int, reading: Reading, minibatches: Sequence[batches.Minibatch], statistics: PolicyStatistics
-    ) -> None:
-        """Measure the policy as an update would find it, in a step that does not train it. Collective."""
-        with torch.no_grad():
-            for minibatch in minibatches:
-                self._step(minibatch, statistics, reading)
-        reshard(self._policy)
-        self._mismatch.before_update(step, statistics)
 
     def _step(self, minibatch: batches.Minibatch, statistics: PolicyStatistics, reading: Reading) -> float:
         loss = forward_backward(
