@@ -154,7 +154,7 @@ class BatchMaker:
             while number := self._num_to_draw(outcomes):
                 problems = self._choose_problems(state, number)
                 # In the order of the draw, whichever group ends first.
-                outcomes += await guarded(sampler.guard(run_all(run_one(problem) for problem in problems)))
+                outcomes += await guarded(sampler.failure.guard(run_all(run_one(problem) for problem in problems)))
         finally:
             await sampler.close()
         self.num_reused = sampler.num_reused

@@ -7,10 +7,10 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
@@ -343,46 +343,34 @@ def _merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
 # Affinity, distribution, most tokens, prompt: turns with equal keys share a request.
 _Key = tuple[Affinity, Sampling, int, tuple[int, ...]]
 
-_T = TypeVar("_T")
-
 
 class Sampler:
     """Samples turns for the sessions of one batch, all by the weights of its log.
 
     Equal prompts in the same turn of the event loop become one request with several seeds, which the engine prefills
-    once. A failure ends the batch even if the environment catches it, see `guard`."""
+    once. `failure`, of an engine or of the log, ends the batch even if the environment catches it."""
 
     def __init__(self, client: InferenceClient, log: GenerationLog) -> None:
         self._client = client
         self._log = log
         self._gathering: dict[_Key, dict[int, asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
-        self._failure = FirstFailure()
+        self.failure = FirstFailure()
         self.num_reused = 0
 
     def check(self) -> None:
-        """Raise the failure of an engine or of the log, if there is one."""
-        self._failure.check()
+        self.failure.check()
 
     @property
     def is_asking(self) -> bool:
         """Whether a request is in flight."""
         return bool(self._requests)
 
-    def stop(self, failure: Exception) -> None:
-        """End the batch with `failure`, unless another came first."""
-        self._failure.set(failure)
-
-    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`; cancel it and raise the failure if an engine or the log fails."""
-        return await self._failure.guard(work)
-
     def leave(self, sample_index: int) -> None:
         """Nothing waits for the end of a session."""
 
     async def sample(self, turn: TurnRequest) -> Completion:
-        """Return one continuation of the token ids of `turn`."""
-        if self._failure:
+        if self.failure:
             await asyncio.sleep(0)  # an environment that asks in a loop must not block others
             self.check()
         found = self._log.find(turn.token_ids, sampling=turn.sampling, max_tokens=turn.max_tokens, seed=turn.seed)
@@ -430,18 +418,15 @@ class Sampler:
             # First: a killed run must find every answer that an environment acted on.
             completions = [_of_seed(choice, seed) for choice, seed in zip(choices, seeds, strict=True)]
             self._log.append(token_ids, sampling=sampling, max_tokens=max_tokens, seeds=seeds, completions=completions)
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self._failure.set(error)
+        except asyncio.CancelledError:
             for future in waiting.values():
-                if future.done():
-                    continue
-                if isinstance(error, asyncio.CancelledError):
-                    future.cancel()
-                else:
+                future.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - raised where the turns are awaited
+            self.failure.set(error)
+            for future in waiting.values():
+                if not future.done():
                     future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
             return
         for future, completion in zip(waiting.values(), completions, strict=True):
             if not future.done():

@@ -133,11 +133,6 @@ class JudgeQueue:
         self._given_up: tuple[float, JudgeFailure] | None = None
         self._tell_at = 0.0
 
-    @staticmethod
-    def name_of(request: JudgeRequest) -> tuple[object, ...]:
-        """Return the key of a queue: the server and its limits."""
-        return (request.url, request.api_key_env, request.requests_per_minute, request.max_concurrency)
-
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`, sent again while the judge is busy or away.
 
@@ -255,20 +250,21 @@ _T = TypeVar("_T")
 
 
 class JudgeClient:
-    """Asks judges and keeps their replies in the log at `path`; None: in memory."""
+    """Asks judges and keeps their replies in the log at `path`; None: in memory. `failure`: why nothing can be asked or
+    kept any more."""
 
     def __init__(self, path: Path | None) -> None:
         self._log = ReplyLog(path)
         self._asking: dict[str, asyncio.Task[ChatReply]] = {}
         self._queues: dict[tuple[object, ...], JudgeQueue] = {}
         self._client: httpx.AsyncClient | None = None
-        self._failure = FirstFailure()
+        self.failure = FirstFailure()
 
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return the reply to `request`, while the clock of the call stands still.
 
         Raises JudgeFailure without a reply; JudgeDenied or RunDirError if nothing can be asked or kept any more."""
-        self._failure.check()
+        self.failure.check()
         key = request.key
         if (found := self._log.find(key)) is not None:
             return found
@@ -278,10 +274,6 @@ class JudgeClient:
         with pausing_clock():
             # Shielded: the reply is kept even if who asked, such as a killed worker, is gone.
             return await asyncio.shield(self._asking[key])
-
-    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `work`; cancel it and raise the reason if nothing can be asked or kept any more."""
-        return await self._failure.guard(work)
 
     async def close(self) -> None:
         for asking in (waiting := list(self._asking.values())):
@@ -298,17 +290,17 @@ class JudgeClient:
             # First: after a kill the same reply must score again.
             self._log.append(key, reply)
         except (JudgeDenied, RunDirError) as error:
-            self._failure.set(error)
+            self.failure.set(error)
             raise
         return reply
 
     def _queue(self, request: JudgeRequest) -> JudgeQueue:
         if self._client is None:
             self._client = new_client()
-        name = JudgeQueue.name_of(request)
-        if name not in self._queues:
-            self._queues[name] = JudgeQueue(self._client, request)
-        return self._queues[name]
+        server = (request.url, request.api_key_env, request.requests_per_minute, request.max_concurrency)
+        if server not in self._queues:
+            self._queues[server] = JudgeQueue(self._client, request)
+        return self._queues[server]
 
     def _end(self, key: str, done: asyncio.Task[ChatReply]) -> None:
         del self._asking[key]
@@ -329,6 +321,6 @@ async def judging(path: Path | None = None) -> AsyncIterator[JudgeClient]:
 
 
 async def guarded(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`, see `JudgeClient.guard`."""
+    """Return the result of `work`; cancel it and raise the reason if no judge can be asked or no reply kept."""
     judges = JUDGES.get(None)
-    return await (judges.guard(work) if isinstance(judges, JudgeClient) else work)
+    return await (judges.failure.guard(work) if isinstance(judges, JudgeClient) else work)

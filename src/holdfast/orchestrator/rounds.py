@@ -163,7 +163,7 @@ class _LiveGroup:
     def _note_end(self, playing: asyncio.Task[Outcome]) -> None:
         error = None if playing.cancelled() else playing.exception()
         if isinstance(error, Exception):
-            self._maker.sampler.stop(error)  # now, not when the groups before have settled
+            self._maker.sampler.failure.set(error)  # now, not when the groups before have settled
         self._turns.changed.set()
 
     async def close(self) -> None:
@@ -172,19 +172,16 @@ class _LiveGroup:
         await asyncio.gather(self._playing, return_exceptions=True)
 
     def check(self) -> None:
-        """Raise the failure of an engine or of the log, if there is one."""
         self._maker.sampler.check()
 
     def leave(self, sample_index: int) -> None:
-        """Note that a session has ended."""
         if 0 <= sample_index < len(self._clocks):  # a worker sends it
             self._clocks[sample_index].has_ended = True
 
     async def sample(self, turn: TurnRequest) -> Completion:
-        """Return one continuation of the token ids of `turn`, part after part."""
         clock = self._clocks[turn.sample_index]
         if clock.has_ended:
-            self._maker.sampler.stop(
+            self._maker.sampler.failure.set(
                 ConfigError(
                     f"environment '{self.problem.name}' samples after run() has ended (in score(), or because it does "
                     "not repeat itself), which 'rounds' does not support: set orchestrator.schedule = 'strict'"
@@ -318,7 +315,7 @@ class RoundsMaker(BatchMaker):
             return taken
 
         try:
-            taken = await guarded(self.sampler.guard(play()))
+            taken = await guarded(self.sampler.failure.guard(play()))
         except BaseException:
             await self.close()  # first: a request that is cancelled would look like a failure of an environment
             raise
@@ -350,12 +347,9 @@ class RoundsMaker(BatchMaker):
             known: dict[_PartKey, Answer] = {
                 (one.prompt, one.sampling, one.max_tokens, one.seeds[0]): one for one in parts
             }
-            self._open.append(_LiveGroup(self, entry, self._problem_of(entry), known))
+            seed = TaskSeed(self.config.seed, entry.environment, entry.index, level=entry.level)
+            self._open.append(_LiveGroup(self, entry, self._problem(seed, entry.task_id), known))
         await self._settle()
-
-    def _problem_of(self, entry: OpenGroup) -> Problem:
-        name = entry.environment
-        return self._problem(TaskSeed(self.config.seed, name, entry.index, level=entry.level), entry.task_id)
 
     def _keep(self, state: OrchestratorState, rounds: RoundsState) -> None:
         """Write what is open into the state."""

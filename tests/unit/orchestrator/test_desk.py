@@ -45,7 +45,7 @@ def ask(judge: Judge, *texts: str, log: Path | None = None) -> list[Judgement]:
 
     async def ask_all() -> list[Judgement]:
         async with judging(log) as judges:
-            return await judges.guard(judge.ask_all([{"x": text} for text in texts]))
+            return await judges.failure.guard(judge.ask_all([{"x": text} for text in texts]))
 
     return asyncio.run(ask_all())
 
@@ -130,7 +130,7 @@ def test_an_unwritable_log_ends_the_scoring(fake: FakeJudge, tmp_path: Path, mon
         request = judge_at(fake.url).request({"x": "a"})
         try:
             with pytest.raises(RunDirError, match="No space left on device"):
-                await judges.guard(judges.ask(request))
+                await judges.failure.guard(judges.ask(request))
             with pytest.raises(RunDirError, match="No space left on device"):
                 await judges.ask(request)
         finally:

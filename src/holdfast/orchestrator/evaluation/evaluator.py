@@ -263,7 +263,7 @@ async def _play(
         if tells and done * _REPORTS // number > (done - 1) * _REPORTS // number:
             report("evaluated", tasks=f"{done}/{number}")
 
-    await guarded(sampler.guard(run_all(play(seed) for seed in missing)))
+    await guarded(sampler.failure.guard(run_all(play(seed) for seed in missing)))
 
 
 def _lines(outcome: Outcome, section: EnvironmentConfig, tokenizer: Tokenizer) -> list[EvaluatedRollout]:
