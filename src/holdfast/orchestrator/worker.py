@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -180,8 +180,7 @@ class Worker:
         self._writer = writer
         self._numbers = itertools.count(1)
         self._asked: list[Ask] = []
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}
-        self._judging: dict[int, asyncio.Future[ChatReply]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._groups: dict[int, asyncio.Task[None]] = {}
 
     async def work(self) -> None:
@@ -220,12 +219,10 @@ class Worker:
                     case Cancel(group=group):
                         if group in self._groups:
                             self._groups[group].cancel()
-                    case Sampled(request=request, completion=completion):
-                        waiting = self._waiting.pop(request, None)
+                    case (Sampled() | Judged()) as answer:
+                        waiting = self._waiting.get(answer.request)
                         if waiting is not None and not waiting.done():
-                            waiting.set_result(completion)
-                    case Judged() as judged:
-                        self._take_judged(judged)
+                            waiting.set_result(answer)
                     case StartWorker():
                         raise AssertionError("started twice")
                 if beating.done():
@@ -254,11 +251,7 @@ class Worker:
         if not self._asked:
             asyncio.get_running_loop().call_soon(self._send_asked)
         self._asked.append(Ask(group, turn.sample_index, request, TokenIds(turn.token_ids), turn.max_tokens, turn.seed))
-        waiting = self._waiting[request] = asyncio.get_running_loop().create_future()
-        try:
-            return await waiting
-        finally:
-            self._waiting.pop(request, None)
+        return (await self._answer_to(request)).completion
 
     def leave(self, group: int, sample_index: int) -> None:
         """Tell that a session has been played to its end."""
@@ -267,22 +260,20 @@ class Worker:
     async def ask(self, request: JudgeRequest) -> ChatReply:
         """Return a judge's reply, while the clock of the call stands still. Raises JudgeFailure without a reply."""
         number = next(self._numbers)
-        waiting = self._judging[number] = asyncio.get_running_loop().create_future()
         self._send(AskJudge(_GROUP.get(), number, request))
-        try:
-            with pausing_clock():
-                return await waiting
-        finally:
-            self._judging.pop(number, None)
+        with pausing_clock():
+            judged = await self._answer_to(number)
+        if judged.reply is None:
+            raise JudgeFailure(judged.failure, reason=judged.reason)
+        return judged.reply
 
-    def _take_judged(self, judged: Judged) -> None:
-        waiting = self._judging.pop(judged.request, None)
-        if waiting is None or waiting.done():
-            return
-        if judged.reply is not None:
-            waiting.set_result(judged.reply)
-        else:
-            waiting.set_exception(JudgeFailure(judged.failure, reason=judged.reason))
+    async def _answer_to(self, request: int) -> Any:
+        """Return the orchestrator's message that answers a request."""
+        waiting = self._waiting[request] = asyncio.get_running_loop().create_future()
+        try:
+            return await waiting
+        finally:
+            del self._waiting[request]
 
     def _send_asked(self) -> None:
         asked, self._asked = self._asked, []
