@@ -54,12 +54,8 @@ class Answer(msgspec.Struct):
     completions: list[Completion]
 
 
-_decode = msgspec.msgpack.Decoder(Answer, dec_hook=decode_packed).decode
-
-
-def decode_answer(payload: bytes) -> Answer:
-    """Return the answer in a record of a log, any but the first. Raises msgspec.DecodeError."""
-    return _decode(payload)
+decode_answer = msgspec.msgpack.Decoder(Answer, dec_hook=decode_packed).decode
+"""Returns the answer in a record of a log, any but the first. Raises msgspec.DecodeError."""
 
 
 class GenerationLog:

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -33,6 +34,8 @@ from holdfast.run.journal import POLL_S
 from holdfast.run.manifest import MANIFEST_NAME, read_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.weights import listed_digest
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("orchestrator")
 
@@ -62,13 +65,7 @@ class PublishedWeights:
 
     def read_parity_prompt(self) -> inference.ParityPrompt | None:
         """Return the trainer's parity prompt, if there is one. Raises CheckpointError if it is damaged."""
-        path = self.path / inference.PARITY_PROMPT_NAME
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=inference.ParityPrompt)
-        except FileNotFoundError:
-            return None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from None
+        return _read(self.path / inference.PARITY_PROMPT_NAME, inference.ParityPrompt)
 
 
 def _written(path: Path) -> tuple[int, int]:
@@ -97,12 +94,16 @@ def describe_weights(run_dir: RunDir, version: int) -> PublishedWeights:
 
 def read_offer(run_dir: RunDir) -> Offer | None:
     """Return what the trainer offers, if it does. Raises CheckpointError if the offer is damaged."""
+    return _read(run_dir.offer, Offer)
+
+
+def _read(path: Path, kind: type[_T]) -> _T | None:
     try:
-        return msgspec.json.decode(run_dir.offer.read_bytes(), type=Offer)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{run_dir.offer} is damaged: {error}") from None
+        raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 async def wait_for_weights(
@@ -207,9 +208,7 @@ class WeightPusher:
         with phase("pushing weights and reading them back", version=weights.version):
             offer = read_offer(self.run_dir)
             is_offered = offer is not None and (offer.version, offer.digest) == (weights.version, weights.digest)
-            have_all = (
-                await _transfer(pool.there(), weights, offer, owner) if offer is not None and is_offered else False
-            )
+            have_all = offer is not None and is_offered and await _transfer(pool.there(), weights, offer, owner)
             if weights.written is None and not have_all:
                 weights = await published()
             await pool.attend(lambda engine: give(engine, weights))

@@ -39,15 +39,13 @@ def choose(engines: Sequence[Engine], affinity: Affinity) -> Engine:
     """Return the one of `engines` to ask, and remember it in `affinity`; of equally busy ones the first."""
     idlest = min(engines, key=lambda engine: engine.in_flight)
     home = affinity.engine
-    if home is None or home not in engines or _is_clearly_busier(home, idlest):
+    if home is None or home not in engines:
+        home = idlest
+    is_much_busier = home.in_flight - idlest.in_flight > _MORE_SEQUENCES
+    if is_much_busier and home.in_flight > _MORE_TIMES * idlest.in_flight:
         home = idlest
     affinity.engine = home
     return home
-
-
-def _is_clearly_busier(engine: Engine, other: Engine) -> bool:
-    more = engine.in_flight - other.in_flight
-    return more > _MORE_SEQUENCES and engine.in_flight > _MORE_TIMES * other.in_flight
 
 
 class InferenceClient:

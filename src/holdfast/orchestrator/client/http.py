@@ -126,7 +126,7 @@ class HttpTransport:
         if self.run_id is not None:
             headers = {inference.OWNER_HEADER: self.run_id, **(headers or {})}
         try:
-            asking = self._ask(method, url, route, content=body, headers=headers, most_bytes=most_bytes)
+            asking = self._ask(method, url + route, most_bytes, data=body, headers=headers)
             if timeout_s is None:
                 answer, content = await asyncio.wait_for(asking, PROBE_TIMEOUT_S)
             else:
@@ -153,19 +153,10 @@ class HttpTransport:
         raise InferenceError(reason, exit_code=STORAGE_FAILED if is_unreadable else None)  # a run waits for its storage
 
     async def _ask(
-        self,
-        method: str,
-        url: str,
-        route: str,
-        *,
-        content: bytes | None,
-        headers: dict[str, str] | None,
-        most_bytes: int,
+        self, method: str, url: str, most_bytes: int, **options: Any
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        async with self._session.request(
-            method, url + route, data=content, headers=headers, allow_redirects=False
-        ) as answer:
-            return answer, await _read(answer, most_bytes, what=f"{method} {url}{route}")
+        async with self._session.request(method, url, allow_redirects=False, **options) as answer:
+            return answer, await _read(answer, most_bytes, what=f"{method} {url}")
 
     async def _await_while_healthy(
         self, asking: Coroutine[None, None, tuple[aiohttp.ClientResponse, bytes]], what: str, url: str, timeout_s: float

@@ -174,9 +174,9 @@ class Session:
         self._last_turn: Sequence[int] = ()
         self._raw_text: str | None = None
         self._is_turn_open = True  # the policy's turn is still empty
-        self._is_sampling = False
+        self.is_sampling = False
         self._is_over = False
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._sample_turn = sample_turn
         self._seq_len = seq_len
         self._max_tokens = max_tokens
@@ -226,10 +226,6 @@ class Session:
         return self._texts[-1] if self._texts else ""
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
-
-    @property
     def turn_ends(self) -> tuple[int, ...]:
         """The end of every sampled turn in `token_ids`."""
         return tuple(self._turn_ends)
@@ -255,7 +251,7 @@ class Session:
         messages = as_messages(messages)
         self._require_room(num_characters(messages), self._seq_len)
         schemas = list(tools) if tools else None
-        self._append(self._tokenizer.prompt(messages, tools=schemas))
+        self._append(self.tokenizer.prompt(messages, tools=schemas))
         self._begun_with, self._schemas = messages, schemas
 
     async def sample(self, *, max_tokens: int | None = None) -> str:
@@ -270,14 +266,14 @@ class Session:
         if self.room < 1:
             raise SessionFull(f"there is no room for another token in the {self._seq_len} of the session (seq_len)")
         most = min(self._max_tokens, self.room, wanted)
-        self._is_sampling = True
+        self.is_sampling = True
         try:
             seen = self._token_ids[self._branch_starts[-1] :].tolist()
             turn = await self._sample_turn(seen, len(self._texts), most)
         finally:
-            self._is_sampling = False
+            self.is_sampling = False
         # A turn without its end token continues, also after a stop text.
-        is_same_turn = not self._is_turn_open and self._token_ids[-1] not in self._tokenizer.stop_token_ids
+        is_same_turn = not self._is_turn_open and self._token_ids[-1] not in self.tokenizer.stop_token_ids
         self._is_turn_open = False
         start = len(self._token_ids)
         self._grow(turn.token_ids, LossMask(b"\1" * len(turn.token_ids)), turn.logprobs)
@@ -285,7 +281,7 @@ class Session:
         self.finish_reason = turn.finish_reason
         self.truncated = self.truncated or turn.finish_reason == "length"
         self._turn_ends.append(len(self._token_ids))
-        self._texts.append(self._tokenizer.decode(turn.token_ids))
+        self._texts.append(self.tokenizer.decode(turn.token_ids))
         self._last_turn, self._raw_text = turn.token_ids, None
         if self._said is not None:
             before = self._said.pop()["content"] if is_same_turn else ""
@@ -321,8 +317,8 @@ class Session:
         """The text of the last sampled turn with its special tokens, except its end token."""
         if self._raw_text is None:
             sampled = self._last_turn
-            ends = bool(sampled) and sampled[-1] in self._tokenizer.stop_token_ids
-            self._raw_text = self._tokenizer.decode(sampled[: len(sampled) - ends], skip_special_tokens=False)
+            ends = bool(sampled) and sampled[-1] in self.tokenizer.stop_token_ids
+            self._raw_text = self.tokenizer.decode(sampled[: len(sampled) - ends], skip_special_tokens=False)
         return self._raw_text
 
     def append_messages(self, messages: Sequence[Message | ChatMessage]) -> None:
@@ -340,23 +336,23 @@ class Session:
         messages = as_messages(messages)
         self._require_room(num_characters(messages), self._seq_len)
         tools, last = self._schemas, self._token_ids[-1]
-        around = self._tokenizer.around_assistant(messages, tools=tools)
-        more = self._tokenizer.continuation(messages, last_token_id=last, tools=tools, around=around)
+        around = self.tokenizer.around_assistant(messages, tools=tools)
+        more = self.tokenizer.continuation(messages, last_token_id=last, tools=tools, around=around)
         if self._said is None:
             self._append(more)
         else:
             prompt = self._prompt_messages()
             before = [*(prompt or [Message("user", ".")]), *self._said]
-            if not self._tokenizer.rewrites(before, messages, tools=tools, around=around):
+            if not self.tokenizer.rewrites(before, messages, tools=tools, around=around):
                 self._append(more)
             elif prompt is None:
                 raise HistoryRewritten(
-                    f"before these messages the chat template of '{self._tokenizer.name}' rewrites earlier turns, such "
+                    f"before these messages the chat template of '{self.tokenizer.name}' rewrites earlier turns, such "
                     "as without thoughts, and a session that began with text cannot begin a new branch. Give the "
                     'prompt as messages, or set `history = "keep"` to continue after the turns as they were sampled.'
                 )
             else:
-                self._begin_branch(self._tokenizer.prompt([*before, *messages], tools=tools))
+                self._begin_branch(self.tokenizer.prompt([*before, *messages], tools=tools))
             self._said += map(as_dict, messages)
         self._is_turn_open = True
 
@@ -369,7 +365,7 @@ class Session:
     def _begin_branch(self, prompt_ids: Sequence[int]) -> None:
         if len(self._branch_starts) >= self._max_branches:
             raise SessionFull(
-                f"the chat template of '{self._tokenizer.name}' rewrites earlier turns before these messages, and the "
+                f"the chat template of '{self.tokenizer.name}' rewrites earlier turns before these messages, and the "
                 f"session has its {self._max_branches} branches (max_branches)"
             )
         if len(prompt_ids) >= self._seq_len:
@@ -384,17 +380,13 @@ class Session:
         """Append text as it is, without the chat template. Raises SessionFull if no sampled token fits after it."""
         self._require_idle("append_text()")
         self._require_room(len(as_text(text)), self.room)
-        self._append(self._tokenizer.encode_after(text))
+        self._append(self.tokenizer.encode_after(text))
         self._is_turn_open = False
         self._said = None  # not a chat any more
 
     @property
     def has_tools(self) -> bool:
         return self._tool_use is not None
-
-    @property
-    def is_sampling(self) -> bool:
-        return self._is_sampling
 
     def at_end(self, leave: Callable[[], None]) -> None:
         """Have `leave` called after the session has been played, such as to leave a server."""
@@ -411,14 +403,14 @@ class Session:
     def _require_idle(self, wanted: str) -> None:
         if self._is_over:
             raise RuntimeError(f"{wanted} after score() has returned, or its group has failed: await all before")
-        if self._is_sampling:
+        if self.is_sampling:
             raise RuntimeError(
                 f"{wanted} while a sample() of the same session goes on would mix their turns: await one after the "
                 "other, and gather only over sessions"
             )
 
     def _require_room(self, characters: int, room: int) -> None:
-        if self._tokenizer.is_too_long(characters, room=room):
+        if self.tokenizer.is_too_long(characters, room=room):
             raise SessionFull(
                 f"{characters} more characters leave no room for a sampled token in the {self._seq_len} of the session "
                 "(seq_len)"

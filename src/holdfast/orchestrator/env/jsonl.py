@@ -158,7 +158,7 @@ class Jsonl(Environment):
         if self._judge is not None and "completion" not in self._judge.fields:
             raise ConfigError("jsonl: judge.prompt has no {completion}: the judge would not see what it is to score")
         self._score = _find_scorer(scorer, pattern)
-        self._scorer_name = scorer.partition(":")[2] or scorer
+        self.scorer_name = scorer.partition(":")[2] or scorer
         self.places, self.tasks = _read_tasks(path, split, prompt, answer, self._judge.fields if self._judge else None)
         self.num_tasks = len(self.tasks)
         self.full_reward = 1.0 if scorer in (*SCORERS, "math_verify") else None
@@ -170,10 +170,6 @@ class Jsonl(Environment):
         """Return row `index` of the endless sequence of epochs."""
         num_tasks = len(self.tasks)
         return self.tasks[seed.row(num_tasks) if self._shuffle else seed.index % num_tasks]
-
-    @property
-    def scorer_name(self) -> str:
-        return self._scorer_name
 
     def _refuse_empty_answers(self, answer: str) -> None:
         for place, task in zip(self.places, self.tasks, strict=True):
@@ -193,7 +189,7 @@ class Jsonl(Environment):
         score = exact_number if has_numbers and self._score is exact else self._score
         scores = [[await result_of(score(one.completion, answer)) for answer in answers_of(task)] for one in sessions]
         rewards = [max(found) for found in scores]
-        return [Score(reward, {self._scorer_name: reward}) for reward in rewards]
+        return [Score(reward, {self.scorer_name: reward}) for reward in rewards]
 
     async def _judged(self, judge: Judge, task: Question, sessions: Sequence[Session]) -> list[Score]:
         rows = [{**task.fields, "completion": session.completion} for session in sessions]

@@ -138,24 +138,18 @@ class McpTool:
     """One tool of a server, in the form of `Tool`."""
 
     def __init__(self, server: McpServer, tool: Any) -> None:
-        self._server = server
+        self.server = server
         self.name: str = tool.name
         parameters = {"type": "object", "properties": {}, **tool.input_schema}
         parameters.pop("$schema", None)
         function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
         self.schema: dict[str, Any] = {"type": "function", "function": function}
 
-    async def connect(self, session: Session) -> None:
-        await self._server.connect(session)
-
     def call(self, arguments: Any, session: Session) -> Any:
-        """Return the server's answer as an awaitable, after `connect`; the server checks the arguments."""
+        """Return the server's answer as an awaitable; `session` is connected, and the server checks the arguments."""
         if not isinstance(arguments, dict):
             raise ToolFailed("arguments", f"{self.name}: the arguments must be a JSON object")
-        return self._server.call(self.name, arguments, session)
-
-    def require_running(self, session: Session) -> None:
-        self._server.require_running(session)
+        return self.server.call(self.name, arguments, session)
 
 
 class _Connection:

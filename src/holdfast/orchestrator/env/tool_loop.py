@@ -83,7 +83,7 @@ class ToolUse:
         arguments = arguments_of(call, tool.schema["function"]["parameters"])
         try:
             if isinstance(tool, McpTool):
-                await tool.connect(session)  # the start of a server does not count
+                await tool.server.connect(session)  # the start of a server does not count
             with _interrupting(self.timeout_s):
                 value = tool.call(arguments, session)
             if inspect.isawaitable(value):
@@ -94,7 +94,7 @@ class ToolUse:
             raise
         except (_TimeUp, TimeoutError):
             if isinstance(tool, McpTool):
-                tool.require_running(session)  # the policy must not notice a signal from outside
+                tool.server.require_running(session)  # the policy must not notice a signal from outside
             raise ToolFailed("timeout", f"{call.name} took longer than {self.timeout_s:g} s") from None
         except (Exception, SystemExit) as error:  # argparse raises SystemExit
             raise ToolFailed("raised", f"{type(error).__name__}: {text_of(error):.{_MOST_CHARACTERS}}") from error

@@ -38,7 +38,6 @@ _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?)
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-
 FailureReason = Literal["unreadable", "unknown", "arguments", "raised", "timeout", "server"]
 """Why a call has no result. The call cannot be read, its tool is unknown, or its arguments do not fit. Or the tool
 raised, returned something that is not JSON, or took too long. Or its MCP server died."""
