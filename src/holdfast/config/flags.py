@@ -12,7 +12,7 @@ import copy
 import json
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -292,17 +292,12 @@ def take_items(words: list[str], known: Mapping[str, Flag]) -> tuple[list[ItemFl
         if prefix is None or name in known:
             rest.append(word)
             continue
-        text = value if has_value else _next(left, name)
+        text = value if has_value else next(left, "--")
+        if not has_value and text.startswith("--"):
+            raise ConfigError(f"flag '{name}' needs a value")
         items.append(ItemFlag(name, *places[prefix], name.removeprefix("--")[len(prefix) :], text))
     return items, rest
 
 
 def _key(name: str) -> str:
     return name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-
-
-def _next(words: Iterator[str], name: str) -> str:
-    value = next(words, "--")
-    if value.startswith("--"):
-        raise ConfigError(f"flag '{name}' needs a value")
-    return value

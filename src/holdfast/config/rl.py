@@ -118,13 +118,9 @@ class RlConfig(Command):
         raise ValueError("should be 'ray', 'ray://HOST:PORT' or 'slurm'")
 
     @model_validator(mode="after")
-    def _comes_to_profiled_steps(self) -> Self:
+    def _parts_fit_together(self) -> Self:
         if self.profile is not None:
             ProfiledSteps.parse(self.profile).check(self.trainer.max_steps)
-        return self
-
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> Self:
         if self.cluster_strategy == "spread" and (self.cluster or "slurm") == "slurm":
             raise ValueError(
                 "cluster_strategy = 'spread' is for the nodes of Ray: set cluster = 'ray', or leave it out; on SLURM a "

@@ -272,39 +272,49 @@ class TrainerConfig(TrainingCommand):
         return self.loss.type != "sft" and self.advantage_of(environment).type in GROUP_ADVANTAGES
 
     @model_validator(mode="after")
-    def _advantages_fit(self) -> Self:
+    def _parts_fit_together(self) -> Self:
         check_advantages(self)
-        return self
-
-    @model_validator(mode="after")
-    def _measures_what_ends_it(self) -> Self:
         if self.stop is not None and self.stop.is_validated:
             raise ValueError(
                 f"stop.metric = '{self.stop.metric}' comes from validation, which rl does not have: name a metric such "
                 "as reward/mean, or one of its evaluations, such as eval/NAME/avg@4 (docs/metrics.md)"
             )
+        self._check_adapters()
+        self._check_critic()
+        if self.advantage.type == "distillation" and self.distillation is None:
+            self.distillation = algorithm.DistillationConfig()
+        if self.distillation is not None:
+            self._check_distillation()
+        judges = self.distillation is not None and self.distillation.divergence == "sampled"
+        by_token = next((name for name in ("gae", "grpo_process") if name in self.advantages), None)
+        if self.loss.type == "gspo" and (judges or by_token):
+            by = "distillation" if judges else f"advantage = '{by_token}'"
+            raise ValueError(
+                f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages away what {by} says of "
+                "single tokens: set loss.type = 'gspo_token'"
+            )
         return self
 
-    @model_validator(mode="after")
-    def _sends_whole_models(self) -> Self:
-        if isinstance(self.weights, CollectiveWeights) and self.model.lora is not None:
+    def _check_adapters(self) -> None:
+        if self.model.lora is None:
+            return
+        if isinstance(self.weights, CollectiveWeights):
             raise ValueError(
                 "weights.transport = 'collective' sends whole models, and model.lora gives engines a small adapter: "
                 "leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_without_dropout(self) -> Self:
-        if self.model.lora is not None and self.model.lora.dropout > 0:
+        if self.model.lora.dropout > 0:
             raise ValueError(
                 f"model.lora.dropout = {self.model.lora.dropout:g}: engines sample without dropout, so a policy that "
                 "is trained with it is another one; set it to 0"
             )
-        return self
+        if self.kl is not None and self.kl.refresh_interval is not None:
+            raise ValueError(
+                "kl.refresh_interval is for a policy that is trained whole, and model.lora trains adapters: leave one "
+                "of them out"
+            )
 
-    @model_validator(mode="after")
-    def _parts_fit_together(self) -> Self:
+    def _check_critic(self) -> None:
         if (self.advantage.type == "gae") != (self.critic is not None):
             missing = "set critic (critic = {} takes the defaults)" if self.critic is None else "set advantage = 'gae'"
             raise ValueError(f"advantage = 'gae' and a critic go together: {missing}")
@@ -321,24 +331,6 @@ class TrainerConfig(TrainingCommand):
                     f"critic.warmup_steps ({self.critic.warmup_steps}) must be below max_steps ({self.max_steps}): "
                     "until then the policy is not trained"
                 )
-        if self.kl is not None and self.kl.refresh_interval is not None and self.model.lora is not None:
-            raise ValueError(
-                "kl.refresh_interval is for a policy that is trained whole, and model.lora trains adapters: leave one "
-                "of them out"
-            )
-        if self.advantage.type == "distillation" and self.distillation is None:
-            self.distillation = algorithm.DistillationConfig()
-        if self.distillation is not None:
-            self._check_distillation()
-        judges = self.distillation is not None and self.distillation.divergence == "sampled"
-        by_token = next((name for name in ("gae", "grpo_process") if name in self.advantages), None)
-        if self.loss.type == "gspo" and (judges or by_token):
-            by = "distillation" if judges else f"advantage = '{by_token}'"
-            raise ValueError(
-                f"loss.type = 'gspo' gives all tokens of a rollout one gradient, which averages away what {by} says of "
-                "single tokens: set loss.type = 'gspo_token'"
-            )
-        return self
 
     def _check_distillation(self) -> None:
         assert self.distillation is not None

@@ -431,11 +431,6 @@ class TrainingCommand(Command):
         """The steps that `profile` names."""
         return ProfiledSteps.parse(self.profile) if self.profile is not None else None
 
-    @model_validator(mode="after")
-    def _settles_rates(self) -> Self:
-        self.settle_rates({})
-        return self
-
     def settle_rates(self, kept: Mapping[str, Any]) -> None:
         """Fill in, in place, what is unset of the learning rate and its schedule; what was given stays. `kept`: the
         same settings of the resumed run, which come first."""
@@ -449,11 +444,6 @@ class TrainingCommand(Command):
         self.optim = self.optim.model_copy(update={name: value for name, value in values.items() if name not in given})
         self.optim.model_fields_set.intersection_update(given)  # what a run keeps may still replace the rest
 
-    @model_validator(mode="after")
-    def _comes_to_profiled_steps(self) -> Self:
-        self.check_steps()
-        return self
-
     def check_steps(self) -> None:
         """Check what depends on the last step, where that is known. Raise ValueError with the reason."""
         if self.max_steps and self.profiled_steps is not None:
@@ -463,6 +453,8 @@ class TrainingCommand(Command):
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:
+        self.settle_rates({})
+        self.check_steps()
         for name in ("sequence_parallel", "expert_parallel"):
             if self.model.compile and getattr(self.parallel, name) > 1:
                 raise ValueError(
