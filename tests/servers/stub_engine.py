@@ -76,14 +76,7 @@ async def _serve(
         health_timeout_s=config.server.health_timeout_s,
     )
     local = is_loopback(config.server.host)
-    app = build_application(
-        _other_routes(config, sampler),
-        routes,
-        engine_weights=engine_weights,
-        metrics=metrics,
-        local=local,
-        admin_token=preflight.admin_token,
-    )
+    app = build_application(_other_routes(config, sampler), routes, local=local, admin_token=preflight.admin_token)
     server = _Server(
         uvicorn.Config(
             app, access_log=False, log_config=None, log_level="warning", timeout_keep_alive=120, http="h11", ws="none"

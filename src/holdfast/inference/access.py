@@ -91,7 +91,9 @@ class Gate:
             return 404, f"this server has no route {method} {path:.200}"
         if _is_from_a_page(headers):
             return 403, "pages of browsers may not use this route"
-        if _has_body(headers) and not _is_json(headers.get("content-type", "")):
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if has_body and content_type != "application/json":
             return 415, "this route takes JSON: send it with the header 'Content-Type: application/json'"
         given = headers.get("authorization", "").encode("latin-1")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
@@ -119,14 +121,6 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 def _is_from_a_page(headers: dict[str, str]) -> bool:
     """Whether a browser sent a request for a page: no other client says where it comes from."""
     return "origin" in headers or headers.get("sec-fetch-site", "none") != "none"
-
-
-def _has_body(headers: dict[str, str]) -> bool:
-    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-
-
-def _is_json(content_type: str) -> bool:
-    return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
 async def _answer(send: Send, path: str, status: int, reason: str) -> None:

@@ -269,11 +269,9 @@ class VllmSampler:
 
     @property
     def has_died(self) -> bool:
-        """Whether the engine has ended."""
         return self._engine.errored
 
     async def probe(self, *, generates: bool) -> str | None:
-        """Ask the engine whether it lives, for a token if `generates`; return its failure, or None."""
         if not generates:
             await self._engine.get_weight_version()  # the answer comes from the engine's own loop
             return None
@@ -284,7 +282,6 @@ class VllmSampler:
         return None
 
     async def sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
-        """Sample one choice. Cancelling this drops it in the engine. Raise RequestError (400) if vLLM refuses."""
         params = SamplingParams(
             seed=seed,
             temperature=request.temperature,

@@ -19,9 +19,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -93,45 +94,27 @@ class SamplingEngine(Protocol):
         ...
 
 
-def build_application(
-    vllm_app: Starlette,
-    routes: Routes,
-    *,
-    engine_weights: EngineWeights,
-    metrics: ServerMetrics,
-    local: bool,
-    admin_token: str | None,
-) -> ASGIApp:
+def build_application(vllm_app: Starlette, routes: Routes, *, local: bool, admin_token: str | None) -> ASGIApp:
     """Return the whole application: the project's routes before vLLM's, and the gate before both; see `Gate`."""
-
     lifespan = vllm_app.router.lifespan_context
     app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lambda _: lifespan(vllm_app))  # type: ignore[arg-type]
-    gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=routes.most_body_bytes)
-    return PolicyVersionMiddleware(gated, engine_weights=engine_weights, metrics=metrics, ownership=routes.ownership)
+    gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=largest_request(routes.sampler.max_len))
+    return PolicyVersionMiddleware(gated, routes)
 
 
+@dataclass(eq=False)
 class Routes:
     """Handlers of the project's routes. An engine that needs longer for a probe than `health_timeout_s` is failing."""
 
-    def __init__(
-        self,
-        sampler: SamplingEngine,
-        *,
-        engine_weights: EngineWeights,
-        ownership: Ownership,
-        metrics: ServerMetrics,
-        model_name: str,
-        health_timeout_s: float,
-    ) -> None:
-        self._sampler = sampler
-        self._engine_weights = engine_weights
-        self._metrics = metrics
-        self._model_name = model_name
-        self._health_timeout_s = health_timeout_s
-        self.ownership = ownership
-        self.most_body_bytes = largest_request(sampler.max_len)
-        self._probe: asyncio.Task[str | None] | None = None
-        self._probe_samples = False
+    sampler: SamplingEngine
+    _: KW_ONLY
+    engine_weights: EngineWeights
+    ownership: Ownership
+    metrics: ServerMetrics
+    model_name: str
+    health_timeout_s: float
+    _probe: asyncio.Task[str | None] | None = None
+    _probe_samples: bool = False
 
     def all(self) -> list[BaseRoute]:
         """Return the routes, each with its errors turned into answers."""
@@ -144,31 +127,32 @@ class Routes:
             RELEASE_ROUTE: (self.release, "POST"),
         }
         return [
-            Route(path, _answering(handler, self._sampler.died), methods=[method])
+            Route(path, _answering(handler, self.sampler.died), methods=[method])
             for path, (handler, method) in handlers.items()
         ]
 
     async def generate(self, request: Request) -> Response:
         """Sample one choice per seed; the engine drops them when the client goes away."""
         wanted = decode_body(await request.body(), GenerateRequest)
-        if self._engine_weights.version is None:
-            raise RequestError(503, self._engine_weights.none_because)
-        with self._metrics.request():
-            answer = await _until_disconnect(request, self._sample(wanted))
+        if self.engine_weights.version is None:
+            raise RequestError(503, self.engine_weights.none_because)
+        with self.metrics.request():
+            gone = RequestError(499, "the client closed the connection")  # nginx's code; nobody reads it
+            answer = await unless(self._sample(wanted), _disconnected(request), gone)
         return _json(answer, headers={VERSION_HEADER: str(answer.version)})
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuse what the engine would cut short or die of."""
         total = len(request.token_ids) + request.max_tokens
-        if total > self._sampler.max_len:
+        if total > self.sampler.max_len:
             raise RequestError(
                 400,
                 f"{len(request.token_ids)} prompt tokens + max_tokens {request.max_tokens} = {total} exceed "
-                f"the model's length of {self._sampler.max_len} (model.max_len)",
+                f"the model's length of {self.sampler.max_len} (model.max_len)",
             )
         for name, ids in (("token_ids", request.token_ids), ("stop_token_ids", request.stop_token_ids)):
-            if ids and (largest := max(ids)) >= self._sampler.vocab_size:
-                raise RequestError(400, f"{name} holds {largest}, the vocabulary has {self._sampler.vocab_size} tokens")
+            if ids and (largest := max(ids)) >= self.sampler.vocab_size:
+                raise RequestError(400, f"{name} holds {largest}, the vocabulary has {self.sampler.vocab_size} tokens")
         if request.temperature != 0 and not _MIN_TEMPERATURE <= request.temperature <= _MAX_TEMPERATURE:
             raise RequestError(
                 400, f"temperature is {request.temperature}; allowed are 0 and {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}"
@@ -179,20 +163,20 @@ class Routes:
         self._check(request)
         digest = request.weights_digest
         if digest is not None:
-            self._engine_weights.require(digest)
-        num_updates = self._engine_weights.num_updates  # before sampling: a later update shows
+            self.engine_weights.require(digest)
+        num_updates = self.engine_weights.num_updates  # before sampling: a later update shows
         choices = await asyncio.gather(
-            *(self._sampler.sample(request, index, seed) for index, seed in enumerate(request.seeds))
+            *(self.sampler.sample(request, index, seed) for index, seed in enumerate(request.seeds))
         )
         versions = [span.version for choice in choices for span in choice.versions]
         if not versions:
             raise RequestError(503, "the request was aborted before a token was sampled: the server is stopping")
-        if digest is not None and request.prompt_logprobs and self._engine_weights.num_updates != num_updates:
+        if digest is not None and request.prompt_logprobs and self.engine_weights.num_updates != num_updates:
             # Spans cover sampled tokens only; the prompt may have been computed by both versions.
             raise RequestError(
                 409, "the weights were replaced while the prompt's log-probabilities were computed", code=OTHER_WEIGHTS
             )
-        return GenerateResponse(choices=choices, version=max(versions), boot_id=self._engine_weights.boot_id)
+        return GenerateResponse(choices=choices, version=max(versions), boot_id=self.engine_weights.boot_id)
 
     async def weights(self, request: Request) -> Response:
         """Return version and digest of the served weights."""
@@ -201,57 +185,57 @@ class Routes:
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights."""
         wanted = decode_body(await request.body(), UpdateRequest)
-        updated = await self._engine_weights.update(
+        updated = await self.engine_weights.update(
             Path(wanted.path), version=wanted.version, owner=wanted.owner, transfer=wanted.transfer
         )
         return _json(updated)
 
     async def claim(self, request: Request) -> Response:
         """Make a run the owner of the server."""
-        self.ownership.claim(await _owner_in(request))
+        self.ownership.claim(decode_body(await request.body(), Owner))
         return _json(self._served())
 
     async def release(self, request: Request) -> Response:
         """End the ownership of the run that asks; the weights continue to serve."""
-        self.ownership.release(await _owner_in(request))
+        self.ownership.release(decode_body(await request.body(), Owner))
         return _json(self._served())
 
     async def health(self, request: Request) -> Response:
         """Prove that the engine works: it gave output in the last seconds, or answers a probe in time."""
         reason = await self._failure_reason()
         body = HealthStatus(
-            status="ok" if reason is None else "failing", weights=self._engine_weights.version, reason=reason
+            status="ok" if reason is None else "failing", weights=self.engine_weights.version, reason=reason
         )
         return _json(body, status=200 if reason is None else 503)
 
     async def _failure_reason(self) -> str | None:
-        if self._sampler.has_died:
+        if self.sampler.has_died:
             return "the engine died"
-        if time.monotonic() - self._metrics.last_progress < _RECENT_S:
+        if time.monotonic() - self.metrics.last_progress < _RECENT_S:
             return None
         # Callers that come while a probe runs share it, so that a hung engine gathers no requests.
         # Not the probe from before the weights were torn: it samples, and the paused engine keeps it.
-        samples = self._engine_weights.version is not None
+        samples = self.engine_weights.version is not None
         if self._probe is None or self._probe.done() or samples != self._probe_samples:
-            self._probe = asyncio.create_task(self._sampler.probe(generates=samples))
+            self._probe = asyncio.create_task(self.sampler.probe(generates=samples))
             self._probe_samples = samples
         try:
             # Shielded: a caller that gives up must not cancel the probe that other callers wait for.
-            return await asyncio.wait_for(asyncio.shield(self._probe), self._health_timeout_s)
+            return await asyncio.wait_for(asyncio.shield(self._probe), self.health_timeout_s)
         except TimeoutError:
-            return f"the engine gave no answer to a probe within {self._health_timeout_s:g} s"
-        except self._sampler.died:
+            return f"the engine gave no answer to a probe within {self.health_timeout_s:g} s"
+        except self.sampler.died:
             return "the engine died"
 
     def _served(self) -> ServedWeights:
         return ServedWeights(
-            version=self._engine_weights.version,
-            digest=self._engine_weights.digest,
-            model=self._model_name,
+            version=self.engine_weights.version,
+            digest=self.engine_weights.digest,
+            model=self.model_name,
             uid=os.getuid(),
-            boot_id=self._engine_weights.boot_id,
+            boot_id=self.engine_weights.boot_id,
             owner=self.ownership.status(),
-            num_workers=self._engine_weights.num_workers,
+            num_workers=self.engine_weights.num_workers,
         )
 
 
@@ -260,13 +244,11 @@ class PolicyVersionMiddleware:
 
     `3` served from the request's arrival to its answer; `3-4`: the weights changed meanwhile."""
 
-    def __init__(
-        self, app: ASGIApp, *, engine_weights: EngineWeights, metrics: ServerMetrics, ownership: Ownership
-    ) -> None:
+    def __init__(self, app: ASGIApp, routes: Routes) -> None:
         self._app = app
-        self._engine_weights = engine_weights
-        self._metrics = metrics
-        self._ownership = ownership
+        self._engine_weights = routes.engine_weights
+        self._metrics = routes.metrics
+        self._ownership = routes.ownership
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -282,9 +264,8 @@ class PolicyVersionMiddleware:
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
                 if not any(name == VERSION_HEADER.encode() for name, _ in headers):
-                    headers.append(
-                        (VERSION_HEADER.encode(), _version_text(before, self._engine_weights.version).encode())
-                    )
+                    served = _version_text(before, self._engine_weights.version)
+                    headers.append((VERSION_HEADER.encode(), served.encode()))
             await send(message)
 
         if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
@@ -318,23 +299,18 @@ def _answering(handler: _Handler, died: type[Exception]) -> _Handler:
     return answer
 
 
-async def _owner_in(request: Request) -> Owner:
-    return decode_body(await request.body(), Owner)
-
-
-async def _until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
-    """Return the result of `work`, or cancel it when the client hangs up."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_disconnected(request))
+async def unless(work: Coroutine[Any, Any, _T], event: Coroutine[Any, Any, object], error: Exception) -> _T:
+    """Return the result of `work`; cancel it and raise `error` if `event` comes first."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise RequestError(499, "the client closed the connection")  # nginx's code; nobody reads it
-        return task.result()
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise error
+        return working.result()
     finally:
-        gone.cancel()
-        # Also where we are cancelled ourselves: the engine drops what nobody waits for.
-        task.cancel()
+        # Also if we are cancelled ourselves: the engine drops what nobody waits for.
+        working.cancel()
+        waiting.cancel()
 
 
 async def _disconnected(request: Request) -> None:

@@ -33,7 +33,7 @@ from holdfast.errors import ConfigError, InferenceError, ReadError, is_storage_f
 from holdfast.inference import Preflight
 from holdfast.inference import engine as engines
 from holdfast.inference.access import Ownership
-from holdfast.inference.routes import Routes, build_application
+from holdfast.inference.routes import Routes, build_application, unless
 from holdfast.inference.weights import EngineWeights, ServerMetrics
 from holdfast.process.child import is_ignored, is_stopped
 from holdfast.process.events import report
@@ -145,14 +145,8 @@ async def _serve(
             model_name=config.model.name,
             health_timeout_s=config.server.health_timeout_s,
         )
-        app = build_application(
-            vllm_app,
-            routes,
-            engine_weights=engine_weights,
-            metrics=metrics,
-            local=is_loopback(config.server.host),
-            admin_token=preflight.admin_token,
-        )
+        local = is_loopback(config.server.host)
+        app = build_application(vllm_app, routes, local=local, admin_token=preflight.admin_token)
         server = _Server(
             uvicorn.Config(
                 app,
@@ -218,15 +212,7 @@ async def _run(
 
 async def _while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`, which asks the engine. Raise EngineDeadError if the engine dies."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_engine_death(engine))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise EngineDeadError
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
+    return await unless(work, _engine_death(engine), EngineDeadError())
 
 
 async def _check_first_token(engine: AsyncLLM) -> None:
@@ -274,11 +260,9 @@ async def _engine_death(engine: AsyncLLM) -> str:
             if process.exitcode is not None:
                 # Ctrl-C reaches the engine too: our own handler gets time to run.
                 await asyncio.sleep(_WATCH_INTERVAL_S)
-                return f"{process.name} ended with {_described(process.exitcode)}"
+                code = process.exitcode
+                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                return f"{process.name} ended with {how}"
         if engine.errored:
             return "its client reports an error, see above"
         await asyncio.sleep(_WATCH_INTERVAL_S)
-
-
-def _described(exit_code: int) -> str:
-    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
