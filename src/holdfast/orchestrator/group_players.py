@@ -59,7 +59,7 @@ from holdfast.orchestrator.episodes import (
     dropped,
     run_group,
 )
-from holdfast.orchestrator.tasks import run_all
+from holdfast.orchestrator.tasks import race, run_all
 from holdfast.process.child import is_stopped, killed_by
 from holdfast.process.heartbeat import awake_s
 from holdfast.process.imports import module_command
@@ -467,16 +467,11 @@ class Workers:
         async with self._alone:
             worker = self._new()
             playing = asyncio.create_task(worker.play(problem, step, sampler, is_alone=True))
-            resting = asyncio.create_task(sampler.rest())
             try:
-                await asyncio.wait((playing, resting), return_when=asyncio.FIRST_COMPLETED)
-                if not playing.done():
+                if playing not in await race(playing, sampler.rest()):
                     raise _AtRest
                 return playing.result()
             finally:
-                for one in (playing, resting):
-                    one.cancel()
-                await asyncio.gather(playing, resting, return_exceptions=True)
                 await worker.close()
 
 

@@ -39,17 +39,21 @@ async def run_all(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     raise first
 
 
+async def race(*works: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
+    """Wait until one of `works` is done, and cancel the others; return which are done."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def run_unless(work: Coroutine[Any, Any, None], event: Coroutine[Any, Any, None]) -> None:
     """Run `work`, and cancel it when `event` has come. Raise the error of either."""
-    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event)
-    try:
-        done, _ = await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for one in (working, waiting):
-            one.cancel()
-        await asyncio.gather(working, waiting, return_exceptions=True)
-    for one in done:
-        one.result()
+    for done in await race(work, event):
+        done.result()
 
 
 class SessionSlots:
@@ -96,15 +100,10 @@ class FirstFailure:
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of `work`; at a failure, cancel `work` and raise the failure."""
-        working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._has_failed.wait())
-        try:
-            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
-            self.check()
-            return working.result()
-        finally:
-            for one in (working, failing):
-                one.cancel()
-            await asyncio.gather(working, failing, return_exceptions=True)
+        done = await race(work, self._has_failed.wait())
+        self.check()
+        [working] = done
+        return working.result()
 
 
 async def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
