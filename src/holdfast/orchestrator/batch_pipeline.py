@@ -109,21 +109,14 @@ class BatchPipeline:
     async def begin(self, step: int, *, version: int) -> None:
         """Make the engines serve `version` for batch `step`, and check their parity with the trainer."""
         events.report("waiting for weights", version=version)
-        with span("wait_for_weights", step=step, version=version):
-            weights = await self._wait_for(version)
-        with span("update_weights", step=step, version=version):
-            weights = await self._serve(weights)
+        weights, _ = await self._get_weights(step, version)
         events.report("generating", step=step, version=weights.version)
         self._start_period(time.perf_counter())
 
     async def produce(self, step: int, *, version: int) -> None:
         """Make batch `step` by policy `version`, and submit it with the state after it."""
         waiting = time.perf_counter()
-        with span("wait_for_weights", step=step, version=version):
-            weights = await self._wait_for(version)
-        updating = time.perf_counter()
-        with span("update_weights", step=step, version=version):
-            weights = await self._serve(weights)
+        weights, updating = await self._get_weights(step, version)
         generating = time.perf_counter()
         with (
             phase(f"generating batch {step}", version=weights.version),
@@ -182,15 +175,16 @@ class BatchPipeline:
         state.evaluated_version = weights.version
         return metrics | {"time/evaluate": time.perf_counter() - begin}
 
-    async def _wait_for(self, version: int) -> PublishedWeights:
-        with phase("waiting for weights", version=version):
+    async def _get_weights(self, step: int, version: int) -> tuple[PublishedWeights, float]:
+        """Wait for the weights, and have the engines serve them; return also when the wait was over."""
+        with span("wait_for_weights", step=step, version=version), phase("waiting for weights", version=version):
             # A batch that cannot be written ends this wait: no later version comes without it.
-            return await self.pusher.wait_for(version, check=self.publisher.check)
-
-    async def _serve(self, weights: PublishedWeights) -> PublishedWeights:
-        if self.config.is_sampled_by_teacher:  # a teacher serves what it has
-            return weights
-        return await self.pusher.serve(weights, check=self.publisher.check)
+            weights = await self.pusher.wait_for(version, check=self.publisher.check)
+        waited = time.perf_counter()
+        with span("update_weights", step=step, version=version):
+            if not self.config.is_sampled_by_teacher:  # a teacher serves what it has
+                weights = await self.pusher.serve(weights, check=self.publisher.check)
+        return weights, waited
 
 
 def version_for(step: int, run_dir: RunDir, *, async_level: int, trainer_step: int) -> int:

@@ -82,11 +82,6 @@ class _LiveGroup:
         return self.entry.dropped or await player.play(self.problem, self.entry.step, turns=self._turns)
 
     @property
-    def num_waiting(self) -> int:
-        """How many sessions wait for a slot."""
-        return 0 if self._has_ended else sum(clock.first < 0 for clock in self._clocks)
-
-    @property
     def num_running(self) -> int:
         """How many sessions have a slot."""
         if self._has_ended:
@@ -98,7 +93,9 @@ class _LiveGroup:
         return self._playing.done() or all(clock.has_ended for clock in self._clocks)
 
     def admit(self, number: int, *, first: int) -> int:
-        """Give slots to at most `number` sessions, from round `first` on; return how many it took."""
+        """Give slots to at most `number` sessions that wait, from round `first` on; return how many it took."""
+        if self._has_ended:
+            return 0
         waiting = [i for i, clock in enumerate(self._clocks) if clock.first < 0][:number]
         for i in waiting:
             self._clocks[i].first = self.entry.first_rounds[i] = first
@@ -384,7 +381,7 @@ class RoundsMaker(BatchMaker):
         """Give free slots to the sessions that wait, and to sessions of new groups as far as their age allows."""
         free = max(0, self.most_sessions - sum(group.num_running for group in self._open))
         for group in self._open:
-            free -= group.admit(free, first=self.round + 1) if group.num_waiting else 0
+            free -= group.admit(free, first=self.round + 1)
         # Each batch takes `problems_per_step`, so a group that is drawn now is in batch `version + 1 + async_level` or
         # before.
         most = (version + 2 + self.config.async_level - step) * self.config.problems_per_step

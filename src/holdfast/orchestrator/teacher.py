@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import CheckpointError, InferenceError
@@ -54,12 +55,12 @@ async def adopt_served_weights(client: InferenceClient, *, key: str) -> str:
 _JUDGEMENT_TOKENS, _JUDGEMENT_SEED = 0, 0
 
 
+@dataclass(frozen=True)
 class Teacher:
     """A model with fixed weights of the digest `digest`."""
 
-    def __init__(self, client: InferenceClient, *, digest: str) -> None:
-        self.client = client
-        self.digest = digest
+    client: InferenceClient
+    digest: str
 
     async def add_logprobs(self, rollout: Rollout, log: GenerationLog, *, affinity: Affinity) -> None:
         """Fill in the `reference_logprobs` of a finished rollout, from `log` or the servers.

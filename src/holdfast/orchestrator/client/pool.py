@@ -39,15 +39,16 @@ class EngineLost(InferenceError):
     """A server was away, or failed, for too long."""
 
 
+@dataclass
 class RetryPolicy:
     """How long one request is tried: until all attempts have failed for `limit_s` (setting `key`)."""
 
-    def __init__(self, limit_s: float, *, key: str) -> None:
-        self._limit_s = limit_s
-        self._key = key
-        self._attempts = 0
-        self._since = 0.0
-        self._backoff_s = FIRST_BACKOFF_S
+    limit_s: float
+    _: KW_ONLY
+    key: str
+    _attempts: int = 0
+    _since: float = 0.0
+    _backoff_s: float = FIRST_BACKOFF_S
 
     def count(self, failure: Unavailable, *, url: str) -> None:
         """Count a failed attempt. Raises EngineLost if the attempts failed often and for long enough."""
@@ -56,9 +57,9 @@ class RetryPolicy:
         if self._attempts == 1:
             self._since = awake_s()
         failing_s = awake_s() - self._since
-        if self._attempts >= _ATTEMPTS and failing_s >= min(self._limit_s, failure.retry_for_s):
+        if self._attempts >= _ATTEMPTS and failing_s >= min(self.limit_s, failure.retry_for_s):
             raise EngineLost(
-                f"{url} was lost {self._attempts} times in a row within {failing_s:.0f} s ({self._key}): {failure}"
+                f"{url} was lost {self._attempts} times in a row within {failing_s:.0f} s ({self.key}): {failure}"
             )
 
     async def pause(self, failure: Unavailable) -> None:
@@ -408,14 +409,8 @@ class Lease:
         self._is_released.set()
         if self._heartbeat is not None:  # a claim that is under way would own the engine again
             await self._heartbeat
-
-        async def release(engine: Engine) -> None:
-            try:
-                await engine.release(owner)
-            except (InferenceError, Unavailable) as error:
-                _log.warning("%s was not given back, so other runs cannot use it yet: %s", engine.url, error)
-
-        await run_all(release(engine) for engine in self._pool.engines)
+        failed = "%s was not given back, so other runs cannot use it yet: %s"
+        await self._tell_all(lambda engine: engine.release(owner), failed, level=logging.WARNING)
 
     async def close(self) -> None:
         """Send no more heartbeats."""
@@ -425,14 +420,17 @@ class Lease:
 
     async def _send_heartbeats(self, owner: inference.Owner) -> None:
         """Claim every engine again every few seconds: a restarted one has forgotten its owner."""
-
-        async def claim(engine: Engine) -> None:
-            try:
-                await engine.claim(owner)
-            except (InferenceError, Unavailable) as error:
-                _log.debug("%s did not get a heartbeat: %s", engine.url, error)
-
         while not self._is_released.is_set():
-            await asyncio.gather(*(claim(engine) for engine in self._pool.engines))
+            failed = "%s did not get a heartbeat: %s"
+            await self._tell_all(lambda engine: engine.claim(owner), failed, level=logging.DEBUG)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_released.wait(), _HEARTBEAT_S)
+
+    async def _tell_all(self, tell: Work, failed: str, *, level: int) -> None:
+        async def tell_one(engine: Engine) -> None:
+            try:
+                await tell(engine)
+            except (InferenceError, Unavailable) as error:
+                _log.log(level, failed, engine.url, error)
+
+        await run_all(tell_one(engine) for engine in self._pool.engines)
