@@ -311,17 +311,13 @@ def traceback_of(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return `file:line` of the user's code where an error came from."""
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    return _users(frames)
+    return _users([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
 
 
 def place_of_frame(frame: FrameType | None) -> str:
     """Return `file:line` of the user's code that a thread runs; `frame` is its innermost frame."""
-    frames: list[tuple[str, int]] = []
-    while frame is not None:
-        frames.insert(0, (frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return _users(frames)
+    stack = traceback.walk_stack(frame) if frame is not None else ()
+    return _users([(one.f_code.co_filename, line) for one, line in stack][::-1])
 
 
 def _users(frames: list[tuple[str, int]]) -> str:

@@ -411,17 +411,14 @@ class Session:
 
     def _require_room(self, characters: int, room: int) -> None:
         if self.tokenizer.is_too_long(characters, room=room):
-            raise SessionFull(
-                f"{characters} more characters leave no room for a sampled token in the {self._seq_len} of the session "
-                "(seq_len)"
-            )
+            raise self._full(f"{characters} more characters")
+
+    def _full(self, more: str) -> SessionFull:
+        return SessionFull(f"{more} leave no room for a sampled token in the {self._seq_len} of the session (seq_len)")
 
     def _append(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) >= self.room:
-            raise SessionFull(
-                f"{len(token_ids)} more tokens leave no room for a sampled token in the {self._seq_len} of the session "
-                "(seq_len)"
-            )
+            raise self._full(f"{len(token_ids)} more tokens")
         self._grow(TokenIds(token_ids), LossMask(bytes(len(token_ids))), Logprobs([0.0] * len(token_ids)))
 
     def _grow(self, token_ids: TokenIds, loss_mask: LossMask, logprobs: Logprobs) -> None:

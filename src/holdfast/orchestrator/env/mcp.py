@@ -75,14 +75,15 @@ class McpServer:
         except MCPError as error:
             if error.code != _CLOSED and not connection.is_forgotten:
                 raise ToolFailed("raised", printable(error.message)) from None
-        if connection.is_killed():
+        if connection.ending is not None and connection.ending.is_from_outside():
             raise self._killed()
         self._leave(session)
         raise ToolFailed("server", f"{self._what} has died; the next call starts another")
 
     def require_running(self, session: Session) -> None:
         """Raise ProcessKilled if a signal has stopped the process of `session`."""
-        if self._connections[session].is_stopped():
+        ending = self._connections[session].ending
+        if ending is not None and ending.is_stopped():
             raise self._killed("stopped")
 
     def _killed(self, how: str = "killed") -> ProcessKilled:
@@ -155,13 +156,16 @@ class McpTool:
 class _Connection:
     """One session with a server, entered and left in one task, as the library requires.
 
-    `is_forgotten`: a server at a URL has lost the session, as after its restart."""
+    Attributes:
+        is_forgotten: a server at a URL has lost the session, as after its restart.
+        ending: of the program that runs; None for a server at a URL.
+    """
 
     def __init__(self, config: McpServerConfig) -> None:
         self._config = config
         self.is_forgotten = False
         self._is_over = asyncio.Event()
-        self._ending: Ending | None = None
+        self.ending: Ending | None = None
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._client.add_done_callback(lambda client: client.cancelled() or client.exception())
         self._task = asyncio.create_task(self._live())
@@ -178,14 +182,6 @@ class _Connection:
         if not self._client.done():
             self._task.cancel()
 
-    def is_killed(self) -> bool:
-        """Whether the server was killed from outside; never known for a server at a URL."""
-        return self._ending is not None and self._ending.is_from_outside()
-
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped the server; never known for a server at a URL."""
-        return self._ending is not None and self._ending.is_stopped()
-
     async def _see(self, response: Any) -> None:
         # As the protocol defines it; the library only has a message of the server's.
         asked = response.request
@@ -194,7 +190,7 @@ class _Connection:
 
     async def _live(self) -> None:
         with ending_of(self._config) as ending:
-            self._ending = ending
+            self.ending = ending
             try:
                 connecting = _connect(self._config, ending, see=self._see)
                 async with _starting(self._config, ending) as bound, connecting as client:
@@ -208,7 +204,7 @@ class _Connection:
                     self._client.set_exception(ProcessKilled(told) if is_killed else ToolFailed("server", told))
             finally:
                 self._client.cancel()
-                self._ending = None
+                self.ending = None
 
 
 _LIVING: set[asyncio.Task[None]] = set()
