@@ -372,9 +372,7 @@ def _probe_chat(tokenizer: Tokenizer) -> list[int] | str:
 def load_samples(
     config: SftDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, mesh: Mesh | None = None
 ) -> tuple[TrainedSamples, TrainedSamples]:
-    """Return (training samples, validation samples), tokenised, of all sources. Raise ConfigError or DataError if a
-    dataset is missing, lacks columns, or has a row that cannot be used. `mesh`: the ranks, if there are several: all
-    get all samples. Collective then."""
+    """Return (training samples, validation samples), tokenised, of all sources; see `read_samples`."""
     parts = [_load_source(source, tokenizer, seed=seed, mesh=mesh) for source in config.sources]
     if len(parts) == 1:
         return parts[0]

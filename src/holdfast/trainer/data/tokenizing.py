@@ -352,29 +352,24 @@ class JoinedSamples(TrainedSamples):
         return self.parts[part][place - (int(self._ends[part]) - self.sizes[part])]
 
 
+@dataclass(frozen=True, eq=False)
 class ChosenSamples(TrainedSamples):
-    """Some of the samples of a sequence, each cut to a length.
+    """The samples at `places` of a sequence, each cut to at most `most` tokens."""
 
-    Args:
-        places: which, in order.
-        most: tokens of each at most.
-    """
-
-    def __init__(self, samples: Sequence[Sample], places: np.ndarray, *, most: int) -> None:
-        self._samples = samples
-        self._places = places
-        self._most = most
+    samples: Sequence[Sample]
+    places: np.ndarray
+    most: int
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.minimum(sizes_of(self._samples)[0][self._places], self._most)
+        return np.minimum(sizes_of(self.samples)[0][self.places], self.most)
 
     def _at(self, place: int) -> Sample:
-        sample = self._samples[int(self._places[place])]
-        return sample if len(sample.token_ids) <= self._most else sample.cut(self._most)
+        sample = self.samples[int(self.places[place])]
+        return sample if len(sample.token_ids) <= self.most else sample.cut(self.most)
 
 
 def sizes_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:

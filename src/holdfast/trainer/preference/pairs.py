@@ -91,14 +91,8 @@ def load_pairs(
     formats: tuple[Format, ...] = PAIR_FORMATS,
     mesh: Mesh | None = None,
 ) -> list[Pair]:
-    """Return all pairs, tokenised, in the order of the file.
-
-    Args:
-        formats: of rows, the first that fits the first row.
-        mesh: the ranks, if there are several: all get all pairs. Collective then.
-
-    Raise ConfigError or DataError if the dataset is missing, lacks columns, or has a pair that cannot be used.
-    """
+    """Return all pairs, tokenised, in the order of the file; see `read_samples`. `formats`: of rows, the first that
+    fits the first row."""
     sides, _ = read_samples(config, chat_tokenizer(tokenizer), formats, mesh=mesh)
     return usable_pairs(config, sides, is_told=mesh is None or mesh.is_main)
 
@@ -180,9 +174,8 @@ class LabelledAnswer:
 def load_answers(
     config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, mesh: Mesh | None = None
 ) -> list[LabelledAnswer]:
-    """Return all answers, tokenised, in the order of the file; of a pair first the chosen, then the rejected one.
-    `mesh`: the ranks, if there are several: all get all answers. Collective then. Raise ConfigError or DataError if the
-    dataset is missing, lacks columns, has a row that cannot be used, or has one prompt only."""
+    """Return all answers, tokenised, in the order of the file; of a pair first the chosen, then the rejected one. See
+    `read_samples`. Raise DataError also if the data have one prompt only."""
     samples, form = read_samples(config, chat_tokenizer(tokenizer), ANSWER_FORMATS, mesh=mesh)
     is_told = mesh is None or mesh.is_main
     if form in PAIR_FORMATS:

@@ -191,7 +191,12 @@ class ReferenceWork(Generic[P]):
                 source = "its numbers are computed again"
             if self.mesh.is_main:
                 report(f"WARNING: {told}: {source}")
-        _refuse_other_pairs(self._saved, table, fingerprint)
+        if table.pairs != fingerprint:
+            raise CheckpointError(
+                f"{self._saved} is about other pairs than these: its log-probabilities cannot be used for them. Resume "
+                "with the same data.name, data.split, data.seq_len, data.too_long and tokenizer, and with the same "
+                f"margins or labels. {_advice(self._saved)}"
+            )
         return table
 
     @cached_property
@@ -289,7 +294,9 @@ class ReferenceWork(Generic[P]):
         if self._step and digest != table.model:
             raise self._other_weights(digest)
         table.model, table.made_by = digest, _made_by(self.config, mesh, digest, table, model)
-        self._take_what_is_kept()
+        kept = self._kept
+        if kept is not None and kept.made_by == table.made_by:  # of an attempt that ended before its first step
+            table.logprobs_P2 = np.where(np.isnan(table.logprobs_P2), kept.logprobs_P2, table.logprobs_P2)
         missing = self._missing()
         if not missing:
             return
@@ -307,13 +314,6 @@ class ReferenceWork(Generic[P]):
             if time.monotonic() - saved >= _SAVE_EVERY_S:
                 self._write()
                 saved = time.monotonic()
-
-    def _take_what_is_kept(self) -> None:
-        """Take what an attempt has computed that ended before its first step."""
-        kept = self._kept
-        if kept is not None and kept.made_by == self.table.made_by:
-            known_P2 = self.table.logprobs_P2
-            self.table.logprobs_P2 = np.where(np.isnan(known_P2), kept.logprobs_P2, known_P2)
 
     def _end_if_asked(self) -> None:
         if self.config.ckpt is None:
@@ -459,12 +459,3 @@ def read_saved(path: Path) -> ReferenceTable:
         )
     check_file(path, entry)
     return ReferenceTable.read(path)
-
-
-def _refuse_other_pairs(path: Path, table: ReferenceTable, fingerprint: str) -> None:
-    if table.pairs != fingerprint:
-        raise CheckpointError(
-            f"{path} is about other pairs than these: its log-probabilities cannot be used for them. Resume with the "
-            f"same data.name, data.split, data.seq_len, data.too_long and tokenizer, and with the same margins or "
-            f"labels. {_advice(path)}"
-        )

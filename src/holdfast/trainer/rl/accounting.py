@@ -126,15 +126,11 @@ def _check_environment(step: int, name: str, tasks: list[int], dropped: list[int
     found = Counter(tasks + dropped)
     missing, surplus = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     doubled = sorted(task for task, number in found.items() if number > 1)
-    reasons = [
-        *([f"{_listed(missing)} missing"] if missing else []),
-        *([f"{_listed(surplus)} trained before or too early"] if surplus else []),
-        *([f"{_listed(doubled)} more than once"] if doubled else []),
-    ]
-    is_span = expected == list(range(expected[0], expected[-1] + 1)) if expected else False
-    span = (
-        f"tasks {expected[0]} to {expected[-1]}" if is_span else f"tasks {_listed(expected)}" if expected else "no task"
-    )
+    faults = {"missing": missing, "trained before or too early": surplus, "more than once": doubled}
+    reasons = [f"{_listed(numbers)} {fault}" for fault, numbers in faults.items() if numbers]
+    span = f"tasks {_listed(expected)}" if expected else "no task"
+    if expected and expected == list(range(expected[0], expected[-1] + 1)):
+        span = f"tasks {expected[0]} to {expected[-1]}"
     drops = f" and drops {_listed(dropped)}" if dropped else ""
     raise TrainingError(
         f"batch {step}: environment '{name}' has {span} in turn by the orchestrator's states, and the batch "

@@ -130,7 +130,6 @@ class Ema(State):
         return {"num_updates": self.num_updates}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over what `values` returned."""
         self.num_updates = int(values["num_updates"])
 
 

@@ -85,27 +85,23 @@ def without_truncated(samples: Sequence[Sample], rollouts: Sequence[Rollout]) ->
 
 
 def _to_sample(rollout: Rollout, trained_version: int) -> Sample:
+    label = f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}"
     length = len(rollout.token_ids)
     reference = rollout.reference_logprobs
     if {len(rollout.loss_mask), len(rollout.logprobs), length if reference is None else len(reference)} != {length}:
         raise DataError(
-            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: {length} tokens, "
-            f"{len(rollout.loss_mask)} mask entries, {len(rollout.logprobs)} log-probabilities, "
-            f"{'none' if reference is None else len(reference)} of a teacher; all must be equal"
+            f"{label}: {length} tokens, {len(rollout.loss_mask)} mask entries, {len(rollout.logprobs)} "
+            f"log-probabilities, {'none' if reference is None else len(reference)} of a teacher; all must be equal"
         )
     loss_mask = np.asarray(rollout.loss_mask, dtype=bool)
     starts = rollout.branch_starts
     if starts[:1] != (0,) or any(not begin < end for begin, end in pairwise([*starts, length])):
         raise DataError(
-            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: its branches "
-            f"begin at {', '.join(map(str, starts)) or 'no token'} of {length}; they must begin at 0, and each behind "
-            "the one before"
+            f"{label}: its branches begin at {', '.join(map(str, starts)) or 'no token'} of {length}; they must begin "
+            "at 0, and each behind the one before"
         )
     if loss_mask[list(starts[1:])].any():
-        raise DataError(
-            f"rollout of {rollout.environment} task {rollout.task_id} sample {rollout.sample_index}: a branch begins "
-            "with a sampled token, which no prompt is before"
-        )
+        raise DataError(f"{label}: a branch begins with a sampled token, which no prompt is before")
     ages = np.zeros(length, dtype=np.float32)
     for span in rollout.versions:
         # Per span: a rollout may have been sampled across an update of the weights.

@@ -137,7 +137,6 @@ class EntropyCoefficient(State):
         self._last = entropy
 
     def values(self) -> dict[str, Any]:
-        """Return all that a checkpoint holds of it."""
         steered = None if self._config.target is None else self._steered
         return {"steered": steered, "last": self._last, "configured": self._config.coef}
 
@@ -190,7 +189,6 @@ class KlCoefficient(State):
         self.num_updates += 1
 
     def values(self) -> dict[str, Any]:
-        """Return all that a checkpoint holds of it."""
         values = {"coef": self.coef, "target": self.target, "horizon": self.horizon, "num_updates": self.num_updates}
         return values | {"configured": self._configured}
 

@@ -64,11 +64,9 @@ class RunningMoments(State):
         self.count = total
 
     def values(self) -> dict[str, Any]:
-        """Return all that a checkpoint holds of them."""
         return {"mean": self.mean, "var": self.var, "count": self.count}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take over what `values` returned."""
         self.mean, self.var, self.count = (float(values[name]) for name in ("mean", "var", "count"))
 
 
