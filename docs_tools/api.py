@@ -35,7 +35,7 @@ GIVEN = {"Session", "Tokenizer", "Endpoint", "Run", "RunFailed"}
 """Classes whose objects holdfast makes: their constructors are not shown."""
 
 INTERNAL = {
-    "Session": {"at_end", "leave", "end", "is_sampling"},
+    "Session": {"at_end", "leave", "end"},
     "TaskSeed": {"fresh"},
     "HarnessEnvironment": {"run"},
     "Judge": {"request", "read"},
