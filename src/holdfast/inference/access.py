@@ -27,24 +27,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.config.base import names_this_machine
 from holdfast.process.heartbeat import awake_s
-from holdfast.protocol.inference import (
-    CLAIM_ROUTE,
-    GENERATE_ROUTE,
-    OWNED,
-    RELEASE_ROUTE,
-    UPDATE_ROUTE,
-    ErrorBody,
-    ErrorCode,
-    Owner,
-    OwnerStatus,
-)
+from holdfast.protocol import inference as api
 
-ADMIN = frozenset({UPDATE_ROUTE, CLAIM_ROUTE, RELEASE_ROUTE})
+ADMIN = frozenset({api.UPDATE_ROUTE, api.CLAIM_ROUTE, api.RELEASE_ROUTE})
 # Routes of vLLM that compute something and change nothing; what else it has for POST is its own administration.
 _ASKING_THE_MODEL = re.compile(
     r"/(v[12]/(?!(load|unload)_lora_adapter$).+|invocations|pooling|classify|score|rerank|embed|generative_scoring)"
 )
-_OPEN = re.compile(rf"{_ASKING_THE_MODEL.pattern}|{GENERATE_ROUTE}|/(tokenize|detokenize|ping)")
+_OPEN = re.compile(rf"{_ASKING_THE_MODEL.pattern}|{api.GENERATE_ROUTE}|/(tokenize|detokenize|ping)")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -125,7 +115,7 @@ def _is_from_a_page(headers: dict[str, str]) -> bool:
 
 async def _answer(send: Send, path: str, status: int, reason: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    body: object = ErrorBody(reason)
+    body: object = api.ErrorBody(reason)
     if _ASKING_THE_MODEL.fullmatch(path):
         body = openai_error(status, reason)
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -141,7 +131,7 @@ def openai_error(status: int, reason: str) -> dict[str, object]:
 class RequestError(Exception):
     """A request that gets an HTTP status and a reason instead of an answer; `code` is for programs."""
 
-    def __init__(self, status: int, reason: str, *, code: ErrorCode | Literal[""] = "") -> None:
+    def __init__(self, status: int, reason: str, *, code: api.ErrorCode | Literal[""] = "") -> None:
         super().__init__(reason)
         self.status = status
         self.reason = reason
@@ -151,25 +141,27 @@ class RequestError(Exception):
 class Ownership:
     """The owner of one server, for a lease, or for good if the server was started for the run `reserved`."""
 
-    def __init__(self, lease_s: float, *, reserved: Owner | None = None, clock: Callable[[], float] = awake_s) -> None:
+    def __init__(
+        self, lease_s: float, *, reserved: api.Owner | None = None, clock: Callable[[], float] = awake_s
+    ) -> None:
         self._lease_s = lease_s
         self._reserved = reserved
         self._clock = clock
         self._owner = reserved
         self._heard = clock()
 
-    def status(self) -> OwnerStatus | None:
+    def status(self) -> api.OwnerStatus | None:
         """Return the owner, or None."""
         if self._owner is None:
             return None
         silent_s = self._clock() - self._heard
         if self._owner == self._reserved:
-            return OwnerStatus(self._owner.run_id, self._owner.directory, silent_s, None)
+            return api.OwnerStatus(self._owner.run_id, self._owner.directory, silent_s, None)
         if silent_s > self._lease_s:
             return None
-        return OwnerStatus(self._owner.run_id, self._owner.directory, silent_s, self._lease_s)
+        return api.OwnerStatus(self._owner.run_id, self._owner.directory, silent_s, self._lease_s)
 
-    def claim(self, owner: Owner | None) -> None:
+    def claim(self, owner: api.Owner | None) -> None:
         """Make `owner` the owner; None only asks if the server is free. Raise RequestError (409) if it is not."""
         current = self.status()
         if current is not None and not _is_same(current, owner):
@@ -180,7 +172,7 @@ class Ownership:
                 409,
                 f"this server is owned by the run in {current.directory} (run {current.run_id}, last heard of "
                 f"{current.silent_s:.0f} s ago), and {until}. Use another server, or stop that run.",
-                code=OWNED,
+                code=api.OWNED,
             )
         if owner is not None and self._reserved is None:
             self._owner, self._heard = owner, self._clock()
@@ -190,13 +182,13 @@ class Ownership:
         if self._owner is not None and self._owner.run_id == run_id:
             self._heard = self._clock()
 
-    def release(self, owner: Owner) -> None:
+    def release(self, owner: api.Owner) -> None:
         """End the ownership of `owner`, if it is the owner."""
         if self._reserved is None and self._owner is not None and _is_same(self._owner, owner):
             self._owner = None
 
 
-def _is_same(current: Owner | OwnerStatus, other: Owner | None) -> bool:
+def _is_same(current: api.Owner | api.OwnerStatus, other: api.Owner | None) -> bool:
     """Whether `other` is the same run, or the next run in its directory."""
     return other is not None and (other.run_id == current.run_id or other.directory == current.directory)
 

@@ -34,29 +34,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.inference.access import Gate, Ownership, RequestError, asks_the_model, decode_body, openai_error
 from holdfast.inference.weights import EngineWeights, ServerMetrics
-from holdfast.protocol.inference import (
-    CLAIM_ROUTE,
-    GENERATE_ROUTE,
-    HEALTH_ROUTE,
-    OTHER_WEIGHTS,
-    OWNER_HEADER,
-    RELEASE_ROUTE,
-    UPDATE_ROUTE,
-    VERSION_HEADER,
-    WEIGHTS_ROUTE,
-    Choice,
-    ErrorBody,
-    GenerateRequest,
-    GenerateResponse,
-    HealthStatus,
-    Owner,
-    ServedWeights,
-    UpdateRequest,
-    largest_request,
-)
+from holdfast.protocol import inference as api
 from holdfast.protocol.rollouts import list_packed
 
-_OWNER_HEADER = OWNER_HEADER.encode()
+_OWNER_HEADER = api.OWNER_HEADER.encode()
 # An engine that gave output this recently needs no probe.
 _RECENT_S = 3.0
 # The temperatures that vLLM uses as asked: it raises lower ones in silence, and refuses higher ones.
@@ -85,7 +66,7 @@ class SamplingEngine(Protocol):
         """Whether the engine has ended."""
         ...
 
-    async def sample(self, request: GenerateRequest, index: int, seed: int) -> Choice:
+    async def sample(self, request: api.GenerateRequest, index: int, seed: int) -> api.Choice:
         """Sample one choice. Cancelling this drops it. Raise RequestError (400) if the engine refuses the request."""
         ...
 
@@ -98,7 +79,7 @@ def build_application(vllm_app: Starlette, routes: Routes, *, local: bool, admin
     """Return the whole application: the project's routes before vLLM's, and the gate before both; see `Gate`."""
     lifespan = vllm_app.router.lifespan_context
     app = Starlette(routes=[*routes.all(), Mount("", vllm_app)], lifespan=lambda _: lifespan(vllm_app))  # type: ignore[arg-type]
-    gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=largest_request(routes.sampler.max_len))
+    gated = Gate(app, local=local, admin_token=admin_token, most_body_bytes=api.largest_request(routes.sampler.max_len))
     return PolicyVersionMiddleware(gated, routes)
 
 
@@ -119,12 +100,12 @@ class Routes:
     def all(self) -> list[BaseRoute]:
         """Return the routes, each with its errors turned into answers."""
         handlers = {
-            GENERATE_ROUTE: (self.generate, "POST"),
-            HEALTH_ROUTE: (self.health, "GET"),
-            WEIGHTS_ROUTE: (self.weights, "GET"),
-            UPDATE_ROUTE: (self.update_weights, "POST"),
-            CLAIM_ROUTE: (self.claim, "POST"),
-            RELEASE_ROUTE: (self.release, "POST"),
+            api.GENERATE_ROUTE: (self.generate, "POST"),
+            api.HEALTH_ROUTE: (self.health, "GET"),
+            api.WEIGHTS_ROUTE: (self.weights, "GET"),
+            api.UPDATE_ROUTE: (self.update_weights, "POST"),
+            api.CLAIM_ROUTE: (self.claim, "POST"),
+            api.RELEASE_ROUTE: (self.release, "POST"),
         }
         return [
             Route(path, _answering(handler, self.sampler.died), methods=[method])
@@ -133,15 +114,15 @@ class Routes:
 
     async def generate(self, request: Request) -> Response:
         """Sample one choice per seed; the engine drops them when the client goes away."""
-        wanted = decode_body(await request.body(), GenerateRequest)
+        wanted = decode_body(await request.body(), api.GenerateRequest)
         if self.engine_weights.version is None:
             raise RequestError(503, self.engine_weights.none_because)
         with self.metrics.request():
             gone = RequestError(499, "the client closed the connection")  # nginx's code; nobody reads it
             answer = await unless(self._sample(wanted), _disconnected(request), gone)
-        return _json(answer, headers={VERSION_HEADER: str(answer.version)})
+        return _json(answer, headers={api.VERSION_HEADER: str(answer.version)})
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check(self, request: api.GenerateRequest) -> None:
         """Refuse what the engine would cut short or die of."""
         total = len(request.token_ids) + request.max_tokens
         if total > self.sampler.max_len:
@@ -158,7 +139,7 @@ class Routes:
                 400, f"temperature is {request.temperature}; allowed are 0 and {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}"
             )
 
-    async def _sample(self, request: GenerateRequest) -> GenerateResponse:
+    async def _sample(self, request: api.GenerateRequest) -> api.GenerateResponse:
         """Sample one choice per seed. Cancelling this aborts all in the engine."""
         self._check(request)
         digest = request.weights_digest
@@ -174,9 +155,11 @@ class Routes:
         if digest is not None and request.prompt_logprobs and self.engine_weights.num_updates != num_updates:
             # Spans cover sampled tokens only; the prompt may have been computed by both versions.
             raise RequestError(
-                409, "the weights were replaced while the prompt's log-probabilities were computed", code=OTHER_WEIGHTS
+                409,
+                "the weights were replaced while the prompt's log-probabilities were computed",
+                code=api.OTHER_WEIGHTS,
             )
-        return GenerateResponse(choices=choices, version=max(versions), boot_id=self.engine_weights.boot_id)
+        return api.GenerateResponse(choices=choices, version=max(versions), boot_id=self.engine_weights.boot_id)
 
     async def weights(self, request: Request) -> Response:
         """Return version and digest of the served weights."""
@@ -184,7 +167,7 @@ class Routes:
 
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights."""
-        wanted = decode_body(await request.body(), UpdateRequest)
+        wanted = decode_body(await request.body(), api.UpdateRequest)
         updated = await self.engine_weights.update(
             Path(wanted.path), version=wanted.version, owner=wanted.owner, transfer=wanted.transfer
         )
@@ -192,18 +175,18 @@ class Routes:
 
     async def claim(self, request: Request) -> Response:
         """Make a run the owner of the server."""
-        self.ownership.claim(decode_body(await request.body(), Owner))
+        self.ownership.claim(decode_body(await request.body(), api.Owner))
         return _json(self._served())
 
     async def release(self, request: Request) -> Response:
         """End the ownership of the run that asks; the weights continue to serve."""
-        self.ownership.release(decode_body(await request.body(), Owner))
+        self.ownership.release(decode_body(await request.body(), api.Owner))
         return _json(self._served())
 
     async def health(self, request: Request) -> Response:
         """Prove that the engine works: it gave output in the last seconds, or answers a probe in time."""
         reason = await self._failure_reason()
-        body = HealthStatus(
+        body = api.HealthStatus(
             status="ok" if reason is None else "failing", weights=self.engine_weights.version, reason=reason
         )
         return _json(body, status=200 if reason is None else 503)
@@ -227,8 +210,8 @@ class Routes:
         except self.sampler.died:
             return "the engine died"
 
-    def _served(self) -> ServedWeights:
-        return ServedWeights(
+    def _served(self) -> api.ServedWeights:
+        return api.ServedWeights(
             version=self.engine_weights.version,
             digest=self.engine_weights.digest,
             model=self.model_name,
@@ -263,9 +246,9 @@ class PolicyVersionMiddleware:
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
-                if not any(name == VERSION_HEADER.encode() for name, _ in headers):
+                if not any(name == api.VERSION_HEADER.encode() for name, _ in headers):
                     served = _version_text(before, self._engine_weights.version)
-                    headers.append((VERSION_HEADER.encode(), served.encode()))
+                    headers.append((api.VERSION_HEADER.encode(), served.encode()))
             await send(message)
 
         if asks_the_model(scope["method"], scope["path"]):  # our own route looks for itself
@@ -323,4 +306,4 @@ def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = N
 
 
 def _error(status: int, reason: str, *, code: str = "") -> Response:
-    return _json(ErrorBody(reason, code), status=status)
+    return _json(api.ErrorBody(reason, code), status=status)

@@ -18,25 +18,14 @@ from holdfast.config.rl_trainer import CollectiveWeights, TrainerConfig
 from holdfast.config.training import EvaluatedCommand, ParallelConfig, TrainingCommand
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.launcher.resume.attempt import CONFIG_NAME, process_name
+from holdfast.process import gpus as hardware
 from holdfast.process.child import available_cores
-from holdfast.process.gpus import (
-    INSTALL_CPU,
-    INSTALL_GPU,
-    NUMBERED_BY_DRIVER,
-    VISIBLE_DEVICES_ENV,
-    Gpu,
-    Inventory,
-    TorchBuild,
-    torch_build,
-    vllm_device,
-    why_unusable,
-)
 from holdfast.run.checkpoints import TRAINER_DIR
 from holdfast.run.manifest import check_file, read_manifest
 from holdfast.run.run_dir import RunDir
 from holdfast.run.settings import read_settings
 
-_NO_GPU = f"the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: {INSTALL_CPU}"
+_NO_GPU = f"the installed vLLM is its build for GPUs, and there is no NVIDIA GPU here: {hardware.INSTALL_CPU}"
 _MOST_PER_CORE = 16  # processes or threads of one kind on the CPU: more only fill the memory
 
 
@@ -44,8 +33,8 @@ _MOST_PER_CORE = 16  # processes or threads of one kind on the CPU: more only fi
 class Machine:
     """GPUs and installed builds; `engine_device` is what the installed vLLM computes on."""
 
-    inventory: Inventory
-    torch: TorchBuild
+    inventory: hardware.Inventory
+    torch: hardware.TorchBuild
     engine_device: DeviceType
 
 
@@ -53,8 +42,8 @@ class Machine:
 class Placement:
     """The GPUs of each process; none: the CPU. `hides_gpus`: a process without GPUs must not see those there are."""
 
-    trainer: tuple[Gpu, ...] = ()
-    engines: tuple[tuple[Gpu, ...], ...] = ()
+    trainer: tuple[hardware.Gpu, ...] = ()
+    engines: tuple[tuple[hardware.Gpu, ...], ...] = ()
     hides_gpus: bool = False
 
     @property
@@ -72,17 +61,21 @@ class Placement:
         """Whether trainer and engine have one GPU, the same."""
         return len(self.trainer) == 1 and self.engines == (self.trainer,)
 
-    def environment(self, gpus: Sequence[Gpu]) -> dict[str, str]:
+    def environment(self, gpus: Sequence[hardware.Gpu]) -> dict[str, str]:
         """Return the variables of a process that gets `gpus`."""
-        return {VISIBLE_DEVICES_ENV: names_of(gpus), **NUMBERED_BY_DRIVER} if gpus or self.hides_gpus else {}
+        return (
+            {hardware.VISIBLE_DEVICES_ENV: names_of(gpus), **hardware.NUMBERED_BY_DRIVER}
+            if gpus or self.hides_gpus
+            else {}
+        )
 
 
-def this_machine(inventory: Inventory) -> Machine:
+def this_machine(inventory: hardware.Inventory) -> Machine:
     """Return this machine, whose GPUs are `inventory`."""
-    return Machine(inventory, torch_build(), vllm_device() or "cpu")
+    return Machine(inventory, hardware.torch_build(), hardware.vllm_device() or "cpu")
 
 
-def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "parallel") -> tuple[Gpu, ...]:
+def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "parallel") -> tuple[hardware.Gpu, ...]:
     """Return the GPUs that a trainer may use; none: the CPU. `key`: of `parallel`, for messages. Raise ConfigError if
     the installed PyTorch cannot use the GPUs, or there are none for `device = 'cuda'`."""
     if parallel.device == "cpu":
@@ -91,11 +84,11 @@ def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "para
     if not inventory.gpus:
         if parallel.device == "cuda":
             raise ConfigError(
-                f"{key}.device = 'cuda', and there is no NVIDIA GPU here, or {VISIBLE_DEVICES_ENV} hides it: leave it "
-                "out, or set 'cpu'"
+                f"{key}.device = 'cuda', and there is no NVIDIA GPU here, or {hardware.VISIBLE_DEVICES_ENV} hides it: leave "
+                "it out, or set 'cpu'"
             )
         return ()
-    if reason := why_unusable(inventory, machine.torch):
+    if reason := hardware.why_unusable(inventory, machine.torch):
         raise ConfigError(f"{reason}; or train on the CPU, with --{key}.device cpu")
     return inventory.gpus
 
@@ -157,7 +150,7 @@ def _check_cores(count: int | None, *, key: str) -> None:
         )
 
 
-def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]:
+def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[hardware.Gpu, ...]:
     """Return the GPUs of an inference server by itself: the first ones; raise `ConfigError` if too few."""
     gpus, size = machine.inventory.gpus, gpus_per_engine(config)
     check_build(config, machine, key="engine.device")
@@ -173,7 +166,7 @@ def inference_gpus(config: InferenceConfig, machine: Machine) -> tuple[Gpu, ...]
     return gpus[:size]
 
 
-def evaluation_gpus(config: TrainingCommand, placement: Placement, machine: Machine) -> tuple[Gpu, ...]:
+def evaluation_gpus(config: TrainingCommand, placement: Placement, machine: Machine) -> tuple[hardware.Gpu, ...]:
     """Return the GPUs of the evaluations beside a training program, if it has any: GPUs that the trainer leaves."""
     if not isinstance(config, EvaluatedCommand) or config.eval is None:
         return ()
@@ -195,11 +188,11 @@ def check_build(config: InferenceConfig, machine: Machine, *, key: str) -> None:
     """Refuse a vLLM that is built for another device than `engine.device`, which messages call `key`."""
     flag = f"--{key.replace('_', '-')} cpu"
     if config.engine.device == "cpu" and machine.engine_device == "cuda":
-        raise ConfigError(f"{key} = 'cpu', and the installed vLLM is its build for GPUs: {INSTALL_CPU}")
+        raise ConfigError(f"{key} = 'cpu', and the installed vLLM is its build for GPUs: {hardware.INSTALL_CPU}")
     if config.engine.device == "auto" and machine.engine_device == "cpu" and machine.inventory.gpus:
         raise ConfigError(
             f"this machine has GPUs ({_gpus(machine.inventory.gpus)}), and the installed vLLM is its build for CPUs: "
-            f"{INSTALL_GPU}. To sample on the CPU all the same: {flag}"
+            f"{hardware.INSTALL_GPU}. To sample on the CPU all the same: {flag}"
         )
 
 
@@ -326,7 +319,7 @@ def rates_of_run(config: TrainingCommand, before: Mapping[str, Any], *, clean: b
     return before.get("optim", {})
 
 
-def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[Sequence[Gpu]] = ()) -> str:
+def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequence[Sequence[hardware.Gpu]] = ()) -> str:
     """Return the line that says what a run computes on, and which settings follow. `engines`: the GPUs of each."""
     where = ", ".join([f"trainer on {_gpus(placement.trainer)}", *(f"engine on {_gpus(gpus)}" for gpus in engines)])
     # The name is enough: trainer and engine mostly get the same value.
@@ -334,11 +327,11 @@ def describe(placement: Placement, chosen: Mapping[str, Any], *, engines: Sequen
     return where + (f"; set by the device: {', '.join(settings)}" if settings else "")
 
 
-def _gpus(gpus: Sequence[Gpu]) -> str:
+def _gpus(gpus: Sequence[hardware.Gpu]) -> str:
     """Return `GPU 0,1 (2 x NVIDIA H100)`, or `the CPU`."""
     return f"GPU {names_of(gpus)} ({len(gpus)} x {gpus[0].model or 'NVIDIA'})" if gpus else "the CPU"
 
 
-def names_of(gpus: Sequence[Gpu]) -> str:
+def names_of(gpus: Sequence[hardware.Gpu]) -> str:
     """Return the names of GPUs as CUDA_VISIBLE_DEVICES has them."""
     return ",".join(gpu.name for gpu in gpus)

@@ -19,18 +19,7 @@ from holdfast.config.environments import EnvironmentConfig
 from holdfast.config.orchestrator import OrchestratorConfig
 from holdfast.errors import EnvironmentFailure, HoldfastError
 from holdfast.orchestrator.client.client import Affinity, InferenceClient
-from holdfast.orchestrator.env.guard import (
-    CallTimeout,
-    PromptTooLong,
-    calling,
-    checked_scores,
-    checked_truncated,
-    pausing_clock,
-    prompt_ids_of,
-    result_of,
-    step_rewards,
-    traceback_of,
-)
+from holdfast.orchestrator.env import guard
 from holdfast.orchestrator.env.harness import HarnessEnvironment, request_metrics
 from holdfast.orchestrator.env.interface import Environment, Score, Session, SessionFull, Task
 from holdfast.orchestrator.env.judge import JudgeFailure
@@ -132,7 +121,7 @@ async def run_group(
     settings = config.rollouts_of(problem.settings)
     try:
         async with calling_of(problem, "make_task"):
-            task = await result_of(problem.here.make_task(problem.seed))
+            task = await guard.result_of(problem.here.make_task(problem.seed))
             tool_use = tool_use_of(problem.here, problem.settings, tokenizer)
             prompt_ids = prompt_ids_for(task, problem, tokenizer=tokenizer, seq_len=settings.seq_len, tool_use=tool_use)
         sample_turn = sample_turn_of(problem, step, sampler, sampling=settings.sampling)
@@ -152,12 +141,12 @@ async def run_group(
         ]
         await _play_all(sessions, task, problem, sampler)
         scores = await score_sessions(sessions, task, problem)
-    except (EnvironmentFailure, PromptTooLong) as failure:
+    except (EnvironmentFailure, guard.PromptTooLong) as failure:
         # An environment may turn the failure of an engine into its own.
         sampler.check()
         if problem.settings.on_error == "stop":
             if failure.__cause__ is not None:
-                _log.error("%s\n%s", failure, traceback_of(failure.__cause__))
+                _log.error("%s\n%s", failure, guard.traceback_of(failure.__cause__))
             raise
         tokens = sum(len(session.token_ids) for session in sessions)
         return dropped(problem, failure, num_sessions=len(sessions), num_tokens=tokens)
@@ -195,8 +184,8 @@ def right_answer(task: Any) -> str:
 def dropped(problem: Problem, failure: HoldfastError, *, num_sessions: int = 0, num_tokens: int = 0) -> Dropped:
     """Return that a group is left out for `failure`."""
     reasons: dict[type[HoldfastError], DropReason] = {
-        PromptTooLong: "prompt_too_long",
-        CallTimeout: "timeout",
+        guard.PromptTooLong: "prompt_too_long",
+        guard.CallTimeout: "timeout",
         WorkerCrashed: "crash",
     }
     reason = failure.reason if isinstance(failure, JudgeFailure) else reasons.get(type(failure), "environment_error")
@@ -231,7 +220,7 @@ def _to_rollout(
         truncated=session.truncated,
         metrics=score.metrics | tool_metrics(session) | request_metrics(session),
         right_answer=right_answer,
-        step_rewards=step_rewards(score, session),
+        step_rewards=guard.step_rewards(score, session),
         branch_starts=session.branch_starts,
     )
 
@@ -243,7 +232,7 @@ def prompt_ids_for(
     if isinstance(problem.here, HarnessEnvironment) and isinstance(task, Task):
         return []
     schemas = tool_use.schemas if tool_use else None
-    return prompt_ids_of(task, tokenizer, what=context_of(problem), seq_len=seq_len, tools=schemas)
+    return guard.prompt_ids_of(task, tokenizer, what=context_of(problem), seq_len=seq_len, tools=schemas)
 
 
 def sample_turn_of(
@@ -253,7 +242,7 @@ def sample_turn_of(
 
     async def sample_turn(sample_index: int, token_ids: list[int], turn: int, max_tokens: int) -> Completion:
         seed = request_seed(problem.seed, step=step, sample_index=sample_index, turn=turn)
-        with pausing_clock():
+        with guard.pausing_clock():
             return await sampler.sample(
                 TurnRequest(token_ids, sample_index, sampling, max_tokens, seed, problem.affinity)
             )
@@ -284,7 +273,7 @@ async def play_session(session: Session, task: Task, problem: Problem) -> None:
     """Play one session to its end. Raises EnvironmentFailure if `run` raised, sampled nothing, or took too long."""
     async with calling_of(problem, "run"):
         try:
-            await result_of(problem.here.run(session, task))
+            await guard.result_of(problem.here.run(session, task))
         except SessionFull:
             session.truncated = True
         finally:
@@ -301,12 +290,12 @@ async def score_sessions(sessions: Sequence[Session], task: Task, problem: Probl
     """Score and end the sessions of a group. Raises EnvironmentFailure if `score` raised, took too long, or returned
     something else."""
     async with calling_of(problem, "score"):
-        found = await result_of(problem.here.score(task, tuple(sessions)))
+        found = await guard.result_of(problem.here.score(task, tuple(sessions)))
         for session in sessions:
             _require_ended(session, problem, "score")
             session.end()
-            session.truncated = checked_truncated(session, what=context_of(problem))
-        return checked_scores(found, sessions, what=context_of(problem))
+            session.truncated = guard.checked_truncated(session, what=context_of(problem))
+        return guard.checked_scores(found, sessions, what=context_of(problem))
 
 
 def _require_ended(session: Session, problem: Problem, method: str) -> None:
@@ -317,7 +306,7 @@ def _require_ended(session: Session, problem: Problem, method: str) -> None:
 
 
 def calling_of(problem: Problem, method: str) -> AbstractAsyncContextManager[None]:
-    return calling(
+    return guard.calling(
         context_of(problem),
         name=f"environment '{problem.name}', task {problem.task_id}",
         method=method,

@@ -215,21 +215,16 @@ class SampleOrder:
         return [self.at(place) for place in range(position, position + size)]
 
 
-class MixedOrder:
-    """The endless order in which samples of several sources are trained.
+class MixedOrder(SampleOrder):
+    """The endless order in which samples of several sources are trained, whose indices follow each other.
 
-    Every thousand positions hold each source as often as its weight says, in an order of their own. Each source is
-    trained in its own `SampleOrder`. The order is a function of seed and position.
-
-    Args:
-        sizes: samples of each source; their indices follow each other.
-        weights: of each source.
-    """
+    Every thousand positions hold each source as often as its weight says, in an order of their own. Each source has its
+    own `SampleOrder`. `sizes`: samples of each source."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+        super().__init__(sum(sizes), seed=seed, shuffle=shuffle)
         self._orders = [SampleOrder(size, seed=seed, shuffle=shuffle, more=(n,)) for n, size in enumerate(sizes, 1)]
         self._begins = np.cumsum([0, *sizes])
-        self._seed = seed
         exact = np.array(weights) / sum(weights) * _BLOCK
         self._counts = np.floor(exact + 1e-9).astype(int)
         self._counts[np.argsort(self._counts - exact, kind="stable")[: _BLOCK - self._counts.sum()]] += 1
@@ -246,12 +241,8 @@ class MixedOrder:
         before = block * int(self._counts[source]) + int((self._sources[:place] == source).sum())
         return int(self._begins[source]) + self._orders[source].at(before)
 
-    def batch(self, position: int, size: int) -> list[int]:
-        """Return the indices of the next `size` samples from `position`."""
-        return [self.at(place) for place in range(position, position + size)]
 
-
-def order_of(samples: Sequence[object], config: SftDataConfig, *, seed: int) -> SampleOrder | MixedOrder:
+def order_of(samples: Sequence[object], config: SftDataConfig, *, seed: int) -> SampleOrder:
     """Return the order in which `samples` are trained."""
     if isinstance(samples, JoinedSamples) and isinstance(config, MixedDataConfig):
         return MixedOrder(samples.sizes, [*config.mix.values()], seed=seed, shuffle=config.shuffle)

@@ -23,14 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from holdfast.config.training import TrainedModelConfig
 from holdfast.errors import CheckpointError, DataError, HoldfastError, RankLost
 from holdfast.run.inputs import check_weights_path
-from holdfast.trainer.checkpoint.init_from import (
-    ConvertedSource,
-    SafetensorsSource,
-    Source,
-    are_equal,
-    check_shapes,
-    local_part,
-)
+from holdfast.trainer.checkpoint import init_from
 from holdfast.trainer.mesh import Mesh, RankGroup
 from holdfast.trainer.model.decoder import DecoderModel, apply_wrappers, reshard
 from holdfast.trainer.model.lora import adapter_parameters, initial_tensors, is_adapted
@@ -138,7 +131,7 @@ def _fill(
         # Every rank draws all adapters, which are small: their values do not depend on the number of ranks.
         given |= {in_memory[name]: whole for name, whole in initial_tensors(hf_model, {}, seed=seed).items()}
     for tensor, whole in given.items():
-        local, region = local_part(tensor.detach())
+        local, region = init_from.local_part(tensor.detach())
         local.copy_(whole[region])
 
 
@@ -161,15 +154,17 @@ def open_weights(
     if (Path(name) / "adapter_config.json").is_file():
         raise DataError(f"{where} holds both a model and adapter_config.json: move away what is not meant")
     try:
-        in_files = SafetensorsSource(files)
-        source = ConvertedSource(in_files, TensorLayout(hf_model, in_files.found))
+        in_files = init_from.SafetensorsSource(files)
+        source = init_from.ConvertedSource(in_files, TensorLayout(hf_model, in_files.found))
         names = _names_in_source(hf_model, source, where, without)
     except CheckpointError as error:
         raise DataError(f"{where}: {error}") from error
     return lambda tensors: source.fill({names[own]: tensor for own, tensor in tensors.items()})
 
 
-def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, without: Collection[str]) -> dict[str, str]:
+def _names_in_source(
+    hf_model: PreTrainedModel, source: init_from.Source, where: str, without: Collection[str]
+) -> dict[str, str]:
     """Return own name -> name in the source. The files may hold any of several tied tensors, or all of equal value."""
     ties: dict[int, list[str]] = {}
     for name, parameter in hf_model.named_parameters(remove_duplicate=False):
@@ -180,14 +175,14 @@ def _names_in_source(hf_model: PreTrainedModel, source: Source, where: str, with
     for own in wanted:
         found = [name for name in tied.get(own, [own]) if name in source.found] or [own]
         names[own] = found[0]
-        if any(not are_equal(source, found[0], copy) for copy in found[1:]):
+        if any(not init_from.are_equal(source, found[0], copy) for copy in found[1:]):
             raise DataError(
                 f"{where}: {' and '.join(found)} differ in its files, and its config.json ties them: set "
                 "tie_word_embeddings to false there"
             )
     if missing := [own for own, name in names.items() if name not in source.found]:
         raise DataError(f"{where}: the weights lack {len(missing)} tensors, such as {missing[0]}")
-    check_shapes(wanted, {own: source.found[name] for own, name in names.items()}, "what its files hold")
+    init_from.check_shapes(wanted, {own: source.found[name] for own, name in names.items()}, "what its files hold")
     return names
 
 

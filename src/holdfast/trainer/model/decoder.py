@@ -14,14 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed import fsdp
 from transformers import PreTrainedModel
 
 from holdfast.config.training import TrainedModelConfig
@@ -159,13 +152,15 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
             layer.compile()
     if mesh.world_size == 1 and config.compute_dtype == "float32" and not mesh.cpu_offload:
         return  # FSDP would only copy, for a quarter of a small model's step
-    mixed_precision = MixedPrecisionPolicy()
+    mixed_precision = fsdp.MixedPrecisionPolicy()
     if config.compute_dtype == "bfloat16":
         # Gradients are summed over ranks in float32: bfloat16 would lose the small ones.
-        mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mixed_precision = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # A rank with whole parameters frees copies in the compute dtype. The backward pass makes them again.
     frees = mesh.num_shards > 1 or mesh.cpu_offload or config.activation_checkpointing
-    shard = partial(fully_shard, mesh=mesh.device_mesh, mp_policy=mixed_precision, offload_policy=_offload_policy(mesh))
+    shard = partial(
+        fsdp.fully_shard, mesh=mesh.device_mesh, mp_policy=mixed_precision, offload_policy=_offload_policy(mesh)
+    )
     if mesh.expert_mesh is not None:
         for experts in divide_experts(hf_model, mesh.expert_mesh, name=config.name):
             shard_experts(experts, mesh.expert_mesh, mp_policy=mixed_precision)
@@ -179,7 +174,7 @@ def apply_wrappers(model: DecoderModel, config: TrainedModelConfig, mesh: Mesh) 
     # The backward pass begins with the root, and `readout` needs the head.
     shard(model, reshard_after_forward=False)
     # FSDP2 gathers parameters before `forward` only; `run` needs them, too.
-    register_fsdp_forward_method(model, "run")
+    fsdp.register_fsdp_forward_method(model, "run")
 
 
 def _is_tied(embedding: nn.Module, model: nn.Module) -> bool:
@@ -192,16 +187,16 @@ def _is_tied(embedding: nn.Module, model: nn.Module) -> bool:
 def rows_of_update(model: nn.Module, rows: Sequence[T]) -> Iterator[T]:
     """Yield the micro-batches of an update. Replicas of the model add up their gradients with the last one only."""
     for place, row in enumerate(rows, start=1):
-        if isinstance(model, FSDPModule):
+        if isinstance(model, fsdp.FSDPModule):
             model.set_requires_all_reduce(place == len(rows))
         yield row
 
 
-def _offload_policy(mesh: Mesh) -> OffloadPolicy:
+def _offload_policy(mesh: Mesh) -> fsdp.OffloadPolicy:
     if not mesh.cpu_offload:
-        return OffloadPolicy()
+        return fsdp.OffloadPolicy()
     # Copies to a GPU only overlap from pinned memory.
-    return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    return fsdp.CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
 
 
 def reshard(model: nn.Module) -> None:
@@ -209,5 +204,5 @@ def reshard(model: nn.Module) -> None:
 
     After a forward pass without backward, saving would see tensors that the optimizer does not update."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()

@@ -23,16 +23,7 @@ from transformers import PreTrainedModel
 
 from holdfast.config.training import LoraConfig
 from holdfast.errors import CheckpointError, DataError, nearest
-from holdfast.run.weights import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_NAME,
-    BASE_NAME,
-    PEFT_PREFIX,
-    Base,
-    Scaling,
-    adapted_matrices,
-    tensors_digest,
-)
+from holdfast.run import weights
 from holdfast.trainer.checkpoint.state import State
 from holdfast.trainer.model.safetensors_files import SafetensorsFile
 from holdfast.trainer.model.structure import BASE_LAYER, FACTOR, base_tensors
@@ -145,9 +136,9 @@ def whole_tensors(
         copy: none shares memory with the model.
     """
     factors, buffers = adapter_parameters(hf_model), dict(hf_model.named_buffers())
-    matrices = adapted_matrices(factors)
+    matrices = weights.adapted_matrices(factors)
     found = _peft_config_of(hf_model) if factors else None
-    scale = Scaling(found.r, found.lora_alpha, found.use_rslora).scale if found is not None else 0.0
+    scale = weights.Scaling(found.r, found.lora_alpha, found.use_rslora).scale if found is not None else 0.0
     for name, tensor in base_tensors(hf_model).items():
         pair = [_whole(factors[factor].detach()) for factor in matrices.get(name, ())]
         wanted = tensor.dtype if dtype is None or name in buffers else dtype
@@ -187,15 +178,15 @@ def digest_of(tensors: Mapping[str, Tensor], layout: TensorLayout | None = None)
             whole = whole.float() if whole.is_floating_point() else whole
             yield name, tuple(whole.shape), whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
-    return tensors_digest(values())
+    return weights.tensors_digest(values())
 
 
 class Adapters(State):
     """The adapters of a run as files, and `base`, the weights that they belong to. Collective."""
 
     def __init__(self, hf_model: PreTrainedModel, layout: TensorLayout, *, base_name: str) -> None:
-        places = {name: layout.name_in_files(name) for name in adapted_matrices(adapter_parameters(hf_model))}
-        self.base = Base(
+        places = {name: layout.name_in_files(name) for name in weights.adapted_matrices(adapter_parameters(hf_model))}
+        self.base = weights.Base(
             base_name,
             digest_of({name: tensor for name, tensor in base_tensors(hf_model).items() if name != HEAD}, layout),
             renamed={name: place for name, place in places.items() if place is not None and place != name},
@@ -212,8 +203,9 @@ class Adapters(State):
             "inference_mode": True,
         }
         return {
-            ADAPTER_CONFIG_NAME: msgspec.json.format(msgspec.json.encode(settings, order="sorted"), indent=2) + b"\n",
-            BASE_NAME: msgspec.json.format(msgspec.json.encode(self.base), indent=2) + b"\n",
+            weights.ADAPTER_CONFIG_NAME: msgspec.json.format(msgspec.json.encode(settings, order="sorted"), indent=2)
+            + b"\n",
+            weights.BASE_NAME: msgspec.json.format(msgspec.json.encode(self.base), indent=2) + b"\n",
         }
 
     def write_factors(self, directory: Path, *, keep: bool) -> None:
@@ -228,7 +220,7 @@ class Adapters(State):
 
     def restore(self, values: dict[str, Any]) -> None:
         """Raise CheckpointError if the checkpoint's adapters were trained on other weights."""
-        saved = msgspec.convert(values, Base)
+        saved = msgspec.convert(values, weights.Base)
         if saved.digest != self.base.digest:
             raise CheckpointError(
                 f"the checkpoint's adapters were trained on other weights: those of model.name = '{saved.name}' "
@@ -241,8 +233,8 @@ class Adapters(State):
 def save_factors(factors: Mapping[str, Tensor], directory: Path) -> None:
     """Write factors and head, by their names in checkpoints, as `adapter_model.safetensors`."""
     directory.mkdir(exist_ok=True)
-    tensors = {f"{PEFT_PREFIX}{name}": factor.float().cpu().contiguous() for name, factor in factors.items()}
-    SafetensorsFile.of(tensors).write(directory / ADAPTER_NAME)
+    tensors = {f"{weights.PEFT_PREFIX}{name}": factor.float().cpu().contiguous() for name, factor in factors.items()}
+    SafetensorsFile.of(tensors).write(directory / weights.ADAPTER_NAME)
 
 
 def _peft_config_of(hf_model: nn.Module) -> Any:
