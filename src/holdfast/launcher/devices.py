@@ -84,8 +84,8 @@ def trainer_gpus(parallel: ParallelConfig, machine: Machine, *, key: str = "para
     if not inventory.gpus:
         if parallel.device == "cuda":
             raise ConfigError(
-                f"{key}.device = 'cuda', and there is no NVIDIA GPU here, or {hardware.VISIBLE_DEVICES_ENV} hides it: leave "
-                "it out, or set 'cpu'"
+                f"{key}.device = 'cuda', and there is no NVIDIA GPU here, or {hardware.VISIBLE_DEVICES_ENV} hides it: "
+                "leave it out, or set 'cpu'"
             )
         return ()
     if reason := hardware.why_unusable(inventory, machine.torch):

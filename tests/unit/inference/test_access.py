@@ -56,11 +56,8 @@ def test_a_form_of_another_site_replaces_no_weights() -> None:
 
 def test_a_refusal_has_the_form_of_its_route() -> None:
     """OpenAI's clients read `error.message`, and ours a text."""
-    for path, method, host, status in (
-        ("/v1/chat/completions", "POST", "evil.example", 403), ("/v1/load_lora_adapter", "POST", "127.0.0.1", 404),
-        ("/inference/v1/generate", "POST", "evil.example", 403),
-    ):  # fmt: skip
-        answer = ask(method, path, json={}, headers={"Host": host})
+    for path, status in (("/v1/chat/completions", 403), ("/inference/v1/generate", 403)):
+        answer = ask("POST", path, json={}, headers={"Host": "evil.example"})
         said = answer.json()["error"]
         is_openai = path == "/v1/chat/completions"
         assert answer.status_code == status and isinstance(said, dict) is is_openai
