@@ -87,6 +87,7 @@ _PLACES = {
     "leftovers": "launcher/resume/resume_step.py clear_unpublished, run/run_dir.py RunDir.clear_leftovers",
     "old attempts": "run/run_dir.py RunDir.remove_old_attempts",
     "published weights": "run/run_dir.py RunDir.remove_weights_after",
+    "test_config_models.py": "config/chat_template.py _kept",
     "test_damaged_files.py": "launcher/evaluation/policy.py weights_of_step",
     "test_kill_during_start.py": (
         "launcher/resume/attempt.py _bring_directory, launcher/resume/prepare.py _make_room _remove_rest _settle, "

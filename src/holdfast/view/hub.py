@@ -79,7 +79,7 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
 
     api = HfApi()
     try:
-        url = api.create_repo(name, private=private, exist_ok=True)
+        url = api.create_repo(name, private=private or None, exist_ok=True)  # None: as its owner has chosen
         api.upload_folder(repo_id=url.repo_id, folder_path=directory, commit_message=message)
         return str(url)
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
