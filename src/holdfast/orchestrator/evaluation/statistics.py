@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast.errors import ConfigError, DataError
-from holdfast.orchestrator.evaluation import results
+from holdfast.orchestrator.evaluation.results import (
+    FORMAT,
+    ROLLOUTS_NAME,
+    EvaluatedRollout,
+    Tasks,
+    differences,
+    read_identity,
+    read_tasks,
+)
 from holdfast.run import checked
 from holdfast.run.choose_run import command_line
 from holdfast.run.run_dir import SUMMARY_NAME, RunDir, number_of
@@ -159,10 +167,10 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, confid
     10,000 at random of more; the empty one counts, as a hit (Phipson and Smyth 2010)."""
     import numpy as np
 
-    results.differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
-    means = _means_of_subsets(results.differences)
+    differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
+    means = _means_of_subsets(differences)
     # Sums in another order differ by their rounding.
-    tiny = 1e-9 * float(np.abs(results.differences).max())
+    tiny = 1e-9 * float(np.abs(differences).max())
     hits = 1 + min(int((means <= tiny).sum()), int((means >= -tiny).sum()))
     # How many hits p needs to be above 1 - confidence; the means of that rank are the ends of the interval.
     trials = 1 + len(means)
@@ -172,10 +180,10 @@ def paired_difference(first: Sequence[float], second: Sequence[float], *, confid
         lower, upper = float(means[refused - 1]), float(means[len(means) - refused])
         low, high = (0.0 if abs(end) <= tiny else end for end in (lower, upper))
     return PairedDifference(
-        Estimate(math.fsum(results.differences) / len(results.differences), low, high),
+        Estimate(math.fsum(differences) / len(differences), low, high),
         min(1.0, 2 * hits / trials),
-        int((results.differences > 0).sum()),
-        int((results.differences < 0).sum()),
+        int((differences > 0).sum()),
+        int((differences < 0).sum()),
     )
 
 
@@ -219,7 +227,7 @@ class EnvironmentSummary(msgspec.Struct, kw_only=True):
 class Summary(msgspec.Struct, kw_only=True):
     """The result of an evaluation: who was evaluated, what was asked, and numbers by environment."""
 
-    format: int = results.FORMAT
+    format: int = FORMAT
     policy: dict[str, Any]
     tasks: dict[str, Any]
     confidence: float
@@ -241,7 +249,7 @@ class Summary(msgspec.Struct, kw_only=True):
         return found
 
 
-def summarize(tasks: results.Tasks, identity: Mapping[str, Any], *, confidence: float) -> Summary:
+def summarize(tasks: Tasks, identity: Mapping[str, Any], *, confidence: float) -> Summary:
     """Return the summary of whole tasks, whatever their order; `identity` is the content of `evaluation.json`."""
     samples, names = identity["samples_per_task"], identity["environments"]
     return Summary(
@@ -257,12 +265,12 @@ def summarize(tasks: results.Tasks, identity: Mapping[str, Any], *, confidence: 
     )
 
 
-def read_evaluation(directory: Path) -> tuple[dict[str, Any], results.Tasks]:
+def read_evaluation(directory: Path) -> tuple[dict[str, Any], Tasks]:
     """Return what was evaluated in `directory`, and all its tasks. Raise DataError if it is unfinished or damaged."""
-    identity = results.read_identity(directory)
-    path = directory / results.ROLLOUTS_NAME
+    identity = read_identity(directory)
+    path = directory / ROLLOUTS_NAME
     samples = identity["samples_per_task"]
-    tasks, damaged = results.read_tasks(path, samples_per_task=samples) if path.exists() else ({}, [])
+    tasks, damaged = read_tasks(path, samples_per_task=samples) if path.exists() else ({}, [])
     if damaged:
         run = directory.absolute().parent.parent
         if directory.absolute().parent.name == "evaluations" and RunDir(run).holds_run():
@@ -292,7 +300,7 @@ def summary_in(directory: Path) -> Summary:
         raise DataError(f"{path} is damaged: {error}") from None
 
 
-def estimates_of(groups: Sequence[Sequence[results.EvaluatedRollout]], samples: int) -> dict[str, list[float]]:
+def estimates_of(groups: Sequence[Sequence[EvaluatedRollout]], samples: int) -> dict[str, list[float]]:
     """Return one value per task of `avg@k`, and of every `pass@k` if all rollouts say whether they solved it."""
     values = {f"avg@{samples}": [fmean([rollout.reward for rollout in group]) for group in groups]}
     if all(rollout.solved is not None for group in groups for rollout in group):
@@ -303,7 +311,7 @@ def estimates_of(groups: Sequence[Sequence[results.EvaluatedRollout]], samples: 
 
 
 def _of_environment(
-    found: Sequence[Sequence[results.EvaluatedRollout]], samples: int, *, confidence: float
+    found: Sequence[Sequence[EvaluatedRollout]], samples: int, *, confidence: float
 ) -> EnvironmentSummary:
     dropped = Counter(group[0].dropped for group in found if group[0].dropped)
     groups = [group for group in found if not group[0].dropped]
@@ -354,7 +362,7 @@ class Comparison:
     differing: dict[str, tuple[Any, Any]]
     lines: list[Line]
     skipped: int
-    answers: list[tuple[results.EvaluatedRollout, results.EvaluatedRollout]]
+    answers: list[tuple[EvaluatedRollout, EvaluatedRollout]]
 
 
 def compare(first: Path, second: Path, *, confidence: float = 0.95, answers: int = 0) -> Comparison:
@@ -364,7 +372,7 @@ def compare(first: Path, second: Path, *, confidence: float = 0.95, answers: int
     identities, tasks = zip(*(read_evaluation(directory) for directory in (first, second)), strict=True)
     _require_same_tasks(identities, tasks, (first, second))
     lines: list[Line] = []
-    said: list[tuple[results.EvaluatedRollout, results.EvaluatedRollout]] = []
+    said: list[tuple[EvaluatedRollout, EvaluatedRollout]] = []
     skipped = 0
     for name in identities[0]["environments"]:
         pairs = [(tasks[0][key], tasks[1][key]) for key in sorted(tasks[0]) if key[0] == name]
@@ -382,7 +390,7 @@ def compare(first: Path, second: Path, *, confidence: float = 0.95, answers: int
 
 def _lines(
     environment: str,
-    pairs: Sequence[tuple[Sequence[results.EvaluatedRollout], Sequence[results.EvaluatedRollout]]],
+    pairs: Sequence[tuple[Sequence[EvaluatedRollout], Sequence[EvaluatedRollout]]],
     samples: Sequence[int],
     confidence: float,
 ) -> list[Line]:
@@ -404,11 +412,11 @@ def _lines(
 
 
 def _require_same_tasks(
-    identities: Sequence[Mapping[str, Any]], tasks: Sequence[results.Tasks], places: Sequence[Path]
+    identities: Sequence[Mapping[str, Any]], tasks: Sequence[Tasks], places: Sequence[Path]
 ) -> None:
     asked = [{key: identity[key] for key in ("seed", "environments")} for identity in identities]
     if asked[0] != asked[1]:
-        differing = "; ".join(f"{key}: {one} and {other}" for key, one, other in results.differences(*asked))
+        differing = "; ".join(f"{key}: {one} and {other}" for key, one, other in differences(*asked))
         raise ConfigError(
             f"--compare: {places[0]} and {places[1]} did not ask the same tasks ({differing:.600}). Evaluate both with "
             "the same seed, environments and num_tasks."

@@ -17,16 +17,8 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.utils.hub import cached_file
 
 from holdfast.errors import DataError
@@ -94,22 +86,22 @@ def _names_of(path: Path) -> set[str]:
 class _Rules:
     """Conversions of one direction: see transformers' `rename_source_key`."""
 
-    renamings: list[WeightRenaming]
-    converters: list[WeightConverter]
+    renamings: list[core_model_loading.WeightRenaming]
+    converters: list[core_model_loading.WeightConverter]
     is_revert: bool
 
     @classmethod
-    def of(cls, transforms: Iterable[WeightTransform], *, is_revert: bool) -> _Rules:
+    def of(cls, transforms: Iterable[core_model_loading.WeightTransform], *, is_revert: bool) -> _Rules:
         listed = list(transforms)
-        renamings = [one for one in listed if isinstance(one, WeightRenaming)]
-        converters = [one for one in listed if isinstance(one, WeightConverter)]
+        renamings = [one for one in listed if isinstance(one, core_model_loading.WeightRenaming)]
+        converters = [one for one in listed if isinstance(one, core_model_loading.WeightConverter)]
         return cls(renamings, converters, is_revert)
 
     def rename(self, name: str) -> tuple[str, str | None]:
         """Return the first new name of `name`, and the pattern of a converter that it matches, if any."""
-        return rename_source_key(name, self.renamings, self.converters, reverse=self.is_revert)
+        return core_model_loading.rename_source_key(name, self.renamings, self.converters, reverse=self.is_revert)
 
-    def converter_of(self, pattern: str) -> WeightConverter:
+    def converter_of(self, pattern: str) -> core_model_loading.WeightConverter:
         """Return a copy of the last converter with `pattern`, as transformers does."""
         return deepcopy(next(one for one in reversed(self.converters) if pattern in one.source_patterns))
 
@@ -141,7 +133,7 @@ class TensorLayout:
             used = [
                 one
                 for one in get_model_conversion_mapping(hf_model, add_legacy=False)
-                if not isinstance(one, PrefixChange)
+                if not isinstance(one, core_model_loading.PrefixChange)
             ]
         else:
             used = self._used_by(file_names)
@@ -186,7 +178,7 @@ class TensorLayout:
     def sources(self, file_names: Iterable[str]) -> dict[str, list[str]]:
         """Group tensors of files by the first tensor in memory that they become, or their own name."""
         groups: dict[str, list[str]] = {}
-        for name in sorted(file_names, key=dot_natural_key):
+        for name in sorted(file_names, key=core_model_loading.dot_natural_key):
             groups.setdefault(self._loaded_name(name)[0], []).append(name)
         return groups
 
@@ -194,7 +186,7 @@ class TensorLayout:
         """Convert whole groups of `sources` into tensors of memory."""
         return self._converted(self._loading, ((*self._loaded_name(name), name, one) for name, one in tensors.items()))
 
-    def _used_by(self, file_names: Iterable[str]) -> list[WeightTransform]:
+    def _used_by(self, file_names: Iterable[str]) -> list[core_model_loading.WeightTransform]:
         """Return the conversions that loading these names needs, and note whether the names lack the model's prefix."""
         transforms = get_model_conversion_mapping(self._model)
         rules = _Rules.of(transforms, is_revert=False)
@@ -223,8 +215,8 @@ class TensorLayout:
     def _converted(self, rules: _Rules, named: Iterable[tuple[str, str | None, str, Tensor]]) -> dict[str, Tensor]:
         """Return converted tensors by their new names; `named` has group, pattern, own name and tensor of each."""
         found: dict[str, Tensor] = {}
-        converters: dict[str, WeightConverter] = {}
-        for group, pattern, name, tensor in sorted(named, key=lambda one: dot_natural_key(one[2])):
+        converters: dict[str, core_model_loading.WeightConverter] = {}
+        for group, pattern, name, tensor in sorted(named, key=lambda one: core_model_loading.dot_natural_key(one[2])):
             if pattern is None:
                 found[group] = tensor
                 continue

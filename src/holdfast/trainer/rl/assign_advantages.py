@@ -19,17 +19,8 @@ from holdfast.config.rl_trainer import TrainerConfig
 from holdfast.errors import DataError, TrainingError
 from holdfast.process.imports import calling, load_function
 from holdfast.trainer.data.packing import Sample
-from holdfast.trainer.rl import advantages
+from holdfast.trainer.rl import advantages, batch
 from holdfast.trainer.rl.advantages import AdvantageValue, batch_grpo, generalized_advantages, whiten, with_steps
-from holdfast.trainer.rl.batch import (
-    ADVANTAGE,
-    OLD_LOGPROB,
-    REFERENCE_LOGPROB,
-    RETURN,
-    VALUE,
-    assign_targets,
-    target_values,
-)
 from holdfast.trainer.rl.token_rewards import Groups, ScoredRollout
 
 Advantage = Callable[[Groups], Sequence[Sequence[AdvantageValue]]]
@@ -135,9 +126,9 @@ def assign_advantages(samples: Sequence[Sample], advantages_PG: Sequence[Sequenc
     """Give every token of a sample the advantage of its rollout, or each target its own."""
     for sample, value in zip(samples, chain.from_iterable(advantages_PG), strict=True):
         if isinstance(value, int | float):
-            sample.per_token[ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
+            sample.per_token[batch.ADVANTAGE] = np.full(len(sample.token_ids), value, dtype=np.float32)
         else:
-            assign_targets(sample, ADVANTAGE, value)
+            batch.assign_targets(sample, batch.ADVANTAGE, value)
 
 
 def assign_gae_advantages(samples: Sequence[Sample], rollouts_PG: Groups, config: CriticConfig) -> None:
@@ -146,19 +137,19 @@ def assign_gae_advantages(samples: Sequence[Sample], rollouts_PG: Groups, config
     As in Ouyang et al. 2022, "Training language models to follow instructions with human feedback"."""
     for sample, rollout in zip(samples, chain.from_iterable(rollouts_PG), strict=True):
         advantages_T, returns_T = generalized_advantages(
-            rollout.token_rewards, target_values(sample, VALUE), gamma=config.gamma, lam=config.lam
+            rollout.token_rewards, batch.target_values(sample, batch.VALUE), gamma=config.gamma, lam=config.lam
         )
-        assign_targets(sample, ADVANTAGE, advantages_T)
-        assign_targets(sample, RETURN, returns_T)
+        batch.assign_targets(sample, batch.ADVANTAGE, advantages_T)
+        batch.assign_targets(sample, batch.RETURN, returns_T)
 
 
 def whiten_advantages(samples: Sequence[Sample]) -> None:
     """Bring the advantages of all targets to mean 0 and variance 1, see `whiten`; a single one stays as it is."""
-    found = [target_values(sample, ADVANTAGE) for sample in samples]
+    found = [batch.target_values(sample, batch.ADVANTAGE) for sample in samples]
     if sum(map(len, found)) < 2:
         return
     for sample, whitened_T in zip(samples, whiten(found), strict=True):
-        assign_targets(sample, ADVANTAGE, whitened_T)
+        batch.assign_targets(sample, batch.ADVANTAGE, whitened_T)
 
 
 def add_distillation(samples: Sequence[Sample], coef: float) -> dict[str, float]:
@@ -175,27 +166,31 @@ def add_distillation(samples: Sequence[Sample], coef: float) -> dict[str, float]
     """
     divergences = [0.0]
     for sample in samples:
-        if REFERENCE_LOGPROB not in sample.per_token:
+        if batch.REFERENCE_LOGPROB not in sample.per_token:
             raise DataError(
                 "trainer.distillation (and trainer.advantage = 'distillation') needs the log-probabilities of a "
                 "teacher, and the batch has none: set orchestrator.teacher with mode = 'logprobs', or "
                 "trainer.kl.reference"
             )
-        divergence_T = target_values(sample, OLD_LOGPROB) - target_values(sample, REFERENCE_LOGPROB)
-        assign_targets(sample, ADVANTAGE, target_values(sample, ADVANTAGE) - coef * divergence_T)
+        divergence_T = batch.target_values(sample, batch.OLD_LOGPROB) - batch.target_values(
+            sample, batch.REFERENCE_LOGPROB
+        )
+        batch.assign_targets(
+            sample, batch.ADVANTAGE, batch.target_values(sample, batch.ADVANTAGE) - coef * divergence_T
+        )
         divergences += divergence_T.tolist()
     return {"distillation/kl": math.fsum(divergences) / max(1, len(divergences) - 1)}
 
 
 def mean_advantages(samples: Sequence[Sample]) -> list[float | None]:
     """Return the mean advantage over the trained tokens of each sample; None for a sample without any."""
-    found = [target_values(sample, ADVANTAGE) for sample in samples]
+    found = [batch.target_values(sample, batch.ADVANTAGE) for sample in samples]
     return [float(advantages_T.mean()) if len(advantages_T) else None for advantages_T in found]
 
 
 def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return mean, population std and largest magnitude over the trained tokens."""
-    found = np.concatenate([target_values(sample, ADVANTAGE) for sample in samples])
+    found = np.concatenate([batch.target_values(sample, batch.ADVANTAGE) for sample in samples])
     if not len(found):
         return {}
     return {
