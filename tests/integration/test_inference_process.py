@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_read_is_the_fault_of_the_storage(model: Path, tm
     copied = shutil.copytree(model, tmp_path / "model")
     weights = copied / "model.safetensors"
     breaks = (
-        f"import os, holdfast.inference.server as s; weights = {str(weights)!r}\n"
+        f"import os, holdfast.inference.engine as s; weights = {str(weights)!r}\n"
         "def engine(_):\n"
         "    os.remove(weights); os.symlink('/proc/self/mem', weights)\n"
         "    raise RuntimeError('Engine core initialization failed.')\n"
