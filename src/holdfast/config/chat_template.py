@@ -34,8 +34,9 @@ def tokenizer_with(template: str, tokenizer: str) -> str:
         files |= {_TEMPLATE: Path(template).read_bytes()}
         files["tokenizer_config.json"] = _without_template(files.get("tokenizer_config.json", b"{}"))
         return str(_kept(files))
-    except OSError as error:
-        raise ValueError(f"has chat_template = '{template}': {error.filename}: {error.strerror}") from None
+    except OSError as error:  # a full disk names no file
+        where = error.filename or "the cache, $HOLDFAST_CACHE or ~/.cache/holdfast"
+        raise ValueError(f"has chat_template = '{template}': {where}: {error.strerror}") from None
 
 
 def _without_template(settings: bytes) -> bytes:
@@ -51,7 +52,7 @@ def _kept(files: Mapping[str, bytes]) -> Path:
     digest = xxhash.xxh3_128()
     for name, content in sorted(files.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    cache = Path(os.environ.get("HOLDFAST_CACHE") or "~/.cache/holdfast").expanduser() / "tokenizers"
+    cache = Path(os.path.expanduser(os.environ.get("HOLDFAST_CACHE") or "~/.cache/holdfast"), "tokenizers")  # noqa: PTH111
     kept = cache / digest.hexdigest()
     if _holds(kept, files):
         return kept

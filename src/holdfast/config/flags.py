@@ -241,8 +241,8 @@ class ItemFlag:
     text: str
 
     def change(self, items: Any) -> tuple[list[Any], str]:
-        """Return a copy of the list with the setting, and the dotted key of the setting. Raise ConfigError if there is
-        no such item."""
+        """Return a copy of the list with the setting, and the dotted key of the setting. Raise ConfigError if the list
+        lacks the item."""
         changed: list[Any] = [{"type": item} if isinstance(item, str) else item for item in copy.deepcopy(items or [])]
         number, setting = self._find(changed)
         known = flags_of(self.model).get(f"--{setting.replace('_', '-')}")
